@@ -1,0 +1,128 @@
+"""The link between the server and a node. The server dials, the node listens.
+
+  server                                       node (prefill or decode)
+    | ServerHello ------------------------------> |
+    | <------------------------------- NodeHello  |   identity; refused here if the models differ
+    | ServerPing  ------------------------------> |   every heartbeat interval
+    | <------------------------------- NodePong   |   readiness and load
+    |                                             |
+    | Generate -----------------------------> decode node
+    | <------------------- Tokens (one per step, all requests of this server)
+    | Cancel  ------------------------------> decode node
+    |                                             |
+    | <------------------------------ NodeGoodbye |   the node is going down
+
+Every `Generate` is answered by `TokenOutput`s of which exactly one, the last, has `finish_reason` set.
+"""
+
+from typing import Annotated, Literal
+
+from msgspec import Meta, Struct
+
+from connector.codec import Decoder
+from engine.errors import ErrorKind
+from engine.request import SampledToken
+from engine.sampling_params import SamplingParams
+
+Role = Literal["prefill", "decode"]
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+Name = Annotated[str, Meta(min_length=1, max_length=256)]
+Text = Annotated[str, Meta(max_length=65536)]
+Count = Annotated[int, Meta(ge=0, le=2**53)]
+TokenId = Annotated[int, Meta(ge=0, lt=2**31)]
+
+
+class _Message(Struct, frozen=True, tag=True, kw_only=True):
+    """Tagged by class name."""
+
+
+class ModelIdentity(Struct, frozen=True, kw_only=True):
+    """What must be equal on two processes that serve one model together."""
+
+    config_digest: Name
+    weights_digest: Text = ""
+    dtype: Name
+    num_layers: Count
+    num_kv_heads: Count
+    head_dim: Count
+    block_size: Count
+
+
+class NodeLoad(Struct, frozen=True, kw_only=True):
+    """A node's load at one moment."""
+
+    num_running: Count = 0
+    num_waiting: Count = 0
+    kv_usage: Annotated[float, Meta(ge=0, le=1)] = 0.0
+
+
+class ServerHello(_Message, frozen=True, tag=True, kw_only=True):
+    protocol_version: Count
+
+
+class ServerPing(_Message, frozen=True, tag=True, kw_only=True):
+    sequence: Count
+
+
+class Generate(_Message, frozen=True, tag=True, kw_only=True):
+    request_id: Name
+    prompt_token_ids: Annotated[list[TokenId], Meta(min_length=1)]
+    sampling: SamplingParams
+    cache_salt: Text = ""
+    prefill_nodes: list[Name] = []
+    """Candidates by node name, best first. The decode node knows their addresses from its own peer table."""
+
+
+class Cancel(_Message, frozen=True, tag=True, kw_only=True):
+    request_ids: list[Name]
+
+
+class NodeHello(_Message, frozen=True, tag=True, kw_only=True):
+    protocol_version: Count
+    role: Role
+    name: Name
+    epoch: Name
+    """New at every start of the process."""
+    model: ModelIdentity
+    max_model_len: Count
+    num_blocks: Count
+
+
+class NodePong(_Message, frozen=True, tag=True, kw_only=True):
+    sequence: Count
+    ready: bool
+    reason: Text = ""
+    """Why not ready."""
+    load: NodeLoad
+    ready_peers: list[Name] = []
+    """On a decode node: the prefill nodes it has shaken hands with."""
+
+
+class TokenOutput(Struct, frozen=True, kw_only=True):
+    """What one request gained in one step."""
+
+    request_id: Name
+    tokens: list[SampledToken] = []
+    finish_reason: FinishReason | None = None
+    stop_reason: TokenId | None = None
+    """The stop token that ended it; None for the model's own end token."""
+    num_prompt_tokens: Count = 0
+    num_cached_tokens: Count = 0
+    error_kind: ErrorKind | None = None
+    error: Text = ""
+
+
+class Tokens(_Message, frozen=True, tag=True, kw_only=True):
+    outputs: list[TokenOutput]
+
+
+class NodeGoodbye(_Message, frozen=True, tag=True, kw_only=True):
+    reason: Text
+
+
+FromServer = ServerHello | ServerPing | Generate | Cancel
+FromNode = NodeHello | NodePong | Tokens | NodeGoodbye
+
+decode_from_server: Decoder[FromServer] = Decoder(FromServer)
+decode_from_node: Decoder[FromNode] = Decoder(FromNode)

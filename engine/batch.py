@@ -1,0 +1,79 @@
+"""What crosses between scheduler and worker in one step: a `Batch` in, a `BatchResult` out. Ints and tuples only."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from engine.request import SampledToken
+from engine.sampling_params import SamplingParams
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScheduledRequest:
+    """One request's share of a step.
+
+    positions:  0 ........ num_computed_tokens ........ num_computed_tokens + len(token_ids)
+                |  KV is in block_ids  |  computed in this step: token_ids  |
+    """
+
+    request_id: str
+    token_ids: Sequence[int]
+    num_computed_tokens: int
+    block_ids: Sequence[int]
+    """The whole block table, covering at least the end of this step's tokens."""
+    sampling: SamplingParams | None
+    """None while prompt tokens remain after this step: nothing is sampled."""
+    output_position: int = 0
+    """Index of the output token that this step samples; with the seed it fixes the draw."""
+    banned_token_ids: Sequence[int] = ()
+    """Never sampled in this step: the end tokens while fewer than min_tokens were made."""
+    prompt_token_ids: Sequence[int] = ()
+    output_token_ids: Sequence[int] = ()
+    """Both are filled only where `sampling.needs_history`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """One step's work. Empty `requests` is a step too: it lets the connector report."""
+
+    step: int
+    requests: Sequence[ScheduledRequest] = ()
+    connector_metadata: object | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(request.token_ids) for request in self.requests)
+
+    def with_connector_metadata(self, metadata: object | None) -> "Batch":
+        return replace(self, connector_metadata=metadata)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadResult:
+    """A finished load. `first_token` travels with the end of a transfer; None if the sender did not sample."""
+
+    first_token: SampledToken | None = None
+    num_remote_cached_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConnectorOutput:
+    """What the worker side of the connector saw since the last step; each request id once per kind.
+
+    A request id in `sent`, `received` or `failed` also says that no byte of its blocks will be read or written by a
+    transfer any more.
+    """
+
+    sent: frozenset[str] = frozenset()
+    received: Mapping[str, LoadResult] = field(default_factory=dict)
+    failed: Mapping[str, str] = field(default_factory=dict)
+
+    def __bool__(self) -> bool:
+        return bool(self.sent or self.received or self.failed)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchResult:
+    """The worker's answer: a token for every request of the batch that had `sampling` set."""
+
+    sampled: Mapping[str, SampledToken] = field(default_factory=dict)
+    connector_output: ConnectorOutput = ConnectorOutput()

@@ -1,0 +1,65 @@
+"""What a request asks of the sampler. Torch-free, so that the server can build and check it."""
+
+import math
+from dataclasses import dataclass, field
+
+from engine.errors import RequestError
+
+MAX_LOGPROBS = 20
+MAX_SEED = 2**63 - 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """Checked sampling settings; field names and meanings are those of the OpenAI API and vLLM's extensions.
+
+    `seed` is always set (the server draws one where the client gave none): a draw depends on (seed, output position)
+    only, so every node that samples the same position of the same request draws the same token.
+
+    Raises `RequestError` naming the field.
+    """
+
+    max_tokens: int = 16
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_k: int = 0
+    """0 keeps the whole vocabulary."""
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: dict[int, float] = field(default_factory=dict)
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    seed: int = 0
+    logprobs: int | None = None
+    """None: no logprobs. n: the sampled token's, and those of the n likeliest tokens."""
+
+    def __post_init__(self) -> None:
+        _require(self.max_tokens >= 1, "max_tokens", "must be at least 1", self.max_tokens)
+        _require(0 <= self.min_tokens <= self.max_tokens, "min_tokens", "must be in [0, max_tokens]", self.min_tokens)
+        _require(0 <= self.temperature < math.inf, "temperature", "must be a finite number >= 0", self.temperature)
+        _require(self.top_k >= 0, "top_k", "must be >= 0 (0: off)", self.top_k)
+        _require(0 < self.top_p <= 1, "top_p", "must be in (0, 1]", self.top_p)
+        _require(0 <= self.min_p <= 1, "min_p", "must be in [0, 1]", self.min_p)
+        _require(0 < self.repetition_penalty < math.inf, "repetition_penalty", "must be > 0", self.repetition_penalty)
+        for name in ("presence_penalty", "frequency_penalty"):
+            _require(-2 <= getattr(self, name) <= 2, name, "must be in [-2, 2]", getattr(self, name))
+        for token_id, bias in self.logit_bias.items():
+            _require(token_id >= 0, "logit_bias", "token ids must be >= 0", token_id)
+            _require(-100 <= bias <= 100, "logit_bias", "values must be in [-100, 100]", bias)
+        _require(all(t >= 0 for t in self.stop_token_ids), "stop_token_ids", "must be >= 0", self.stop_token_ids)
+        _require(0 <= self.seed <= MAX_SEED, "seed", f"must be in [0, {MAX_SEED}]", self.seed)
+        if self.logprobs is not None:
+            _require(0 <= self.logprobs <= MAX_LOGPROBS, "logprobs", f"must be in [0, {MAX_LOGPROBS}]", self.logprobs)
+
+    @property
+    def needs_history(self) -> bool:
+        """Whether the sampler must see the tokens so far."""
+        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
+
+def _require(holds: bool, param: str, rule: str, value: object) -> None:
+    if not holds:
+        raise RequestError(f"{param} {rule}, got {value}", param=param)
