@@ -5,7 +5,7 @@ Handlers run in the link's own thread and must not block; `send` may be called f
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 Frame = bytes | memoryview
@@ -49,6 +49,10 @@ class Links(ABC):
     @abstractmethod
     def dial(self, address: str, handler: LinkHandler) -> Endpoint:
         """Returns at once; connects and reconnects in the background."""
+
+    @abstractmethod
+    def every(self, seconds: float, callback: Callable[[], None]) -> None:
+        """Calls `callback` in the link's thread about every `seconds`, until `close`."""
 
     @abstractmethod
     def close(self) -> None:

@@ -20,6 +20,7 @@ from typing import Annotated, Literal
 from msgspec import Meta, Struct
 
 from connector.codec import Decoder
+from connector.identity import Count, ModelIdentity, Name, Text, TokenId
 from engine.errors import ErrorKind
 from engine.request import SampledToken
 from engine.sampling_params import SamplingParams
@@ -27,26 +28,9 @@ from engine.sampling_params import SamplingParams
 Role = Literal["prefill", "decode"]
 FinishReason = Literal["stop", "length", "abort", "error"]
 
-Name = Annotated[str, Meta(min_length=1, max_length=256)]
-Text = Annotated[str, Meta(max_length=65536)]
-Count = Annotated[int, Meta(ge=0, le=2**53)]
-TokenId = Annotated[int, Meta(ge=0, lt=2**31)]
-
 
 class _Message(Struct, frozen=True, tag=True, kw_only=True):
     """Tagged by class name."""
-
-
-class ModelIdentity(Struct, frozen=True, kw_only=True):
-    """What must be equal on two processes that serve one model together."""
-
-    config_digest: Name
-    weights_digest: Text = ""
-    dtype: Name
-    num_layers: Count
-    num_kv_heads: Count
-    head_dim: Count
-    block_size: Count
 
 
 class NodeLoad(Struct, frozen=True, kw_only=True):

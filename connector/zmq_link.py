@@ -6,9 +6,12 @@ after missed heartbeats. Frames go out without a copy: zmq reads the buffers lat
 
 import contextlib
 import logging
+import math
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import zmq
 from zmq.utils.monitor import recv_monitor_message
@@ -28,6 +31,13 @@ MAX_MESSAGES_PER_TURN = 64
 """One busy socket must not starve the others."""
 
 
+@dataclass(slots=True)
+class _Timer:
+    due: float
+    seconds: float
+    callback: Callable[[], None]
+
+
 class ZmqLinks(Links):
     """The thread and its sockets."""
 
@@ -44,6 +54,7 @@ class ZmqLinks(Links):
         self._poller.register(self._wake_receiver, zmq.POLLIN)
         self._ready: dict[zmq.Socket[bytes], Callable[[], None]] = {}
         self._endpoints: list[_ZmqEndpoint] = []
+        self._timers: list[_Timer] = []
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name=f"links-{name}", daemon=True)
         self._thread.start()
@@ -68,6 +79,9 @@ class ZmqLinks(Links):
             socket.close(0)
             raise LinkError(f"cannot dial {address}: {error}") from error
         return self._adopt(_Dialled(self, socket, monitor, handler, address))
+
+    def every(self, seconds: float, callback: Callable[[], None]) -> None:
+        self.call(lambda: self._timers.append(_Timer(time.monotonic() + seconds, seconds, callback)))
 
     def close(self) -> None:
         if self._stopping:
@@ -115,15 +129,29 @@ class ZmqLinks(Links):
 
     def _run(self) -> None:
         while not self._stopping:
-            for socket, _ in self._poller.poll():
+            for socket, _ in self._poller.poll(self._poll_ms()):
                 if socket is self._wake_receiver:
                     self._drain_wakes()
                 elif socket in self._ready:
                     self._ready[socket]()
             self._run_commands()
+            self._run_timers()
         self._run_commands()
         for endpoint in self._endpoints:
             endpoint.detach()
+
+    def _poll_ms(self) -> int | None:
+        if not self._timers:
+            return None
+        due = min(timer.due for timer in self._timers)
+        return max(0, math.ceil((due - time.monotonic()) * 1000))
+
+    def _run_timers(self) -> None:
+        now = time.monotonic()
+        for timer in self._timers:
+            if timer.due <= now:
+                timer.due = now + timer.seconds
+                timer.callback()
 
     def _drain_wakes(self) -> None:
         with contextlib.suppress(zmq.Again):

@@ -2,14 +2,16 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
+from engine.errors import ErrorKind
 from engine.request import SampledToken
 from engine.sampling_params import SamplingParams
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ScheduledRequest:
-    """One request's share of a step.
+class ScheduledRequest(NamedTuple):
+    """One request's share of a step. A named tuple: one is made per request and step, at a third of a frozen
+    dataclass's cost.
 
     positions:  0 ........ num_computed_tokens ........ num_computed_tokens + len(token_ids)
                 |  KV is in block_ids  |  computed in this step: token_ids  |
@@ -56,16 +58,27 @@ class LoadResult:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LoadFailure:
+    """A load that will not be completed."""
+
+    kind: ErrorKind
+    reason: str
+    is_fenced: bool = True
+    """False: a writer that went silent may still reach the blocks. They stay pinned until the id is in `sent`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ConnectorOutput:
     """What the worker side of the connector saw since the last step; each request id once per kind.
 
-    A request id in `sent`, `received` or `failed` also says that no byte of its blocks will be read or written by a
-    transfer any more.
+    A request id in any of them also says that no byte of its blocks will be read or written by a transfer any more,
+    except where a failure is not fenced: then the id comes again, in `sent`, once that is so. A load that was cancelled
+    comes in `sent` too.
     """
 
     sent: frozenset[str] = frozenset()
     received: Mapping[str, LoadResult] = field(default_factory=dict)
-    failed: Mapping[str, str] = field(default_factory=dict)
+    failed: Mapping[str, LoadFailure] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
         return bool(self.sent or self.received or self.failed)

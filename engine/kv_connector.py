@@ -31,6 +31,13 @@ class SchedulerConnector(ABC):
     def update_state_after_alloc(self, request: Request, block_ids: Sequence[int], num_external_tokens: int) -> None:
         """Blocks were allocated for `request`; `num_external_tokens` of them are to be filled by a load (may be 0)."""
 
+    def ships_kv(self, request: Request) -> bool:
+        """Whether a transfer will read the blocks of `request` while it runs. Asked once, when they are allocated, with
+        `request.num_external_tokens` set. If so they are pinned, and the request is not preempted, until it is reported
+        as sent or failed, or `request_finished` says that it is not held.
+        """
+        return request.kv_transfer is not None and request.num_external_tokens == 0
+
     @abstractmethod
     def build_connector_meta(self, batch: Batch) -> object:
         """What the worker side must know for this step. Called once per step; consumes what is pending."""
@@ -47,6 +54,10 @@ class SchedulerConnector(ABC):
     @abstractmethod
     def has_open_transfers(self) -> bool:
         """Whether any transfer is open: the engine must keep stepping."""
+
+    @abstractmethod
+    def has_pending_metadata(self) -> bool:
+        """Whether the worker side must be told something, so that a step is due even with nothing to schedule."""
 
     def take_events(self) -> list[object]:
         """KV events since the last call."""

@@ -1,0 +1,94 @@
+"""A node's small admin endpoint: is it alive, is it ready, what does it count, what state is it in.
+
+Served from a thread of its own, so that it answers while the model computes.
+"""
+
+import logging
+import socket
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import uvicorn
+from fastapi import FastAPI, Response
+from fastapi.responses import JSONResponse
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+
+from engine.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+START_TIMEOUT_SECONDS = 10.0
+STOP_TIMEOUT_SECONDS = 5.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdminView:
+    """What the endpoint shows. The callables are called from the endpoint's thread."""
+
+    not_ready_reason: Callable[[], str]
+    """Empty when ready."""
+    registry: CollectorRegistry
+    debug_state: Callable[[], Mapping[str, object]] | None
+    """None: /debug/state is not served."""
+
+
+def create_admin_app(view: AdminView) -> FastAPI:
+    app = FastAPI(title="pdserve node", docs_url=None, redoc_url=None, openapi_url=None)
+
+    @app.get("/health")
+    def health() -> Response:
+        return Response()
+
+    @app.get("/ready")
+    def ready() -> JSONResponse:
+        reason = view.not_ready_reason()
+        return JSONResponse({"ready": not reason, "reason": reason}, status_code=503 if reason else 200)
+
+    @app.get("/metrics")
+    def metrics() -> Response:
+        return Response(generate_latest(view.registry), media_type=CONTENT_TYPE_LATEST)
+
+    debug_state = view.debug_state
+    if debug_state is not None:
+
+        @app.get("/debug/state")
+        def state() -> JSONResponse:
+            return JSONResponse(dict(debug_state()))
+
+    return app
+
+
+class AdminEndpoint:
+    """Listens as soon as it is made. Raises `ConfigError` naming --admin-port if it cannot."""
+
+    def __init__(self, host: str, port: int, view: AdminView) -> None:
+        self._socket = _bind(host, port)
+        bound_host, bound_port = self._socket.getsockname()[:2]
+        self.url = f"http://{f'[{bound_host}]' if ':' in bound_host else bound_host}:{bound_port}"
+        config = uvicorn.Config(create_admin_app(view), log_level="warning", access_log=False, lifespan="off")
+        self._server = uvicorn.Server(config)
+        self._thread = threading.Thread(target=self._serve, name="admin", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        self._server.should_exit = True
+        self._thread.join(STOP_TIMEOUT_SECONDS)
+        if self._thread.is_alive():
+            logger.error("the admin endpoint did not stop within %.0f s", STOP_TIMEOUT_SECONDS)
+        self._socket.close()
+
+    def _serve(self) -> None:
+        self._server.run(sockets=[self._socket])
+
+
+def _bind(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+    except (OSError, OverflowError) as error:
+        listener.close()
+        raise ConfigError(f"--admin-port: cannot listen on {host}:{port}: {error}") from error
+    return listener

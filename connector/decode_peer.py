@@ -1,0 +1,233 @@
+"""A prefill node's view of one decode node that dialled it, and the thread that ships KV to it.
+
+One thread for each decode node, so that a slow one delays only itself. That thread alone reads blocks for the peer, and
+whatever ends a transfer passes through its queue: after the end nothing of the transfer is read, written or sent.
+"""
+
+import logging
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import xxhash
+
+from connector.codec import encode
+from connector.kv_unit import copy_unit, gather_unit, unit_num_bytes
+from connector.link import Frame
+from connector.peer_messages import (
+    FromPrefill,
+    PeerHello,
+    Prefill,
+    PrefillDone,
+    TransferClosed,
+    Transport,
+    Unit,
+)
+from connector.shared_kv import PeerKVMemory
+
+logger = logging.getLogger(__name__)
+
+JOIN_TIMEOUT_SECONDS = 5.0
+
+
+@dataclass(slots=True)
+class SenderCounters:
+    """Only ever grow."""
+
+    num_bytes: int = 0
+    num_units: int = 0
+    num_transfers_sent: int = 0
+    num_transfers_closed: int = 0
+    seconds_waiting_for_credit: float = 0.0
+
+
+@dataclass(slots=True, eq=False)
+class OutgoingTransfer:
+    """One grant that we serve."""
+
+    transfer_id: str
+    block_ids: Sequence[int]
+    """The decode node's blocks."""
+    start: int
+    end: int
+    is_cancelled: bool = False
+    computed_at: float = 0.0
+    """When the last layer of the prompt was saved."""
+
+
+@dataclass(frozen=True, slots=True)
+class _SendUnit:
+    transfer: OutgoingTransfer
+    layer: int
+    span: range
+    block_ids: Sequence[int]
+    saved_at: float
+
+
+@dataclass(frozen=True, slots=True)
+class _End:
+    transfer: OutgoingTransfer
+    message: FromPrefill
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shipping:
+    """What a peer's thread needs of its sender."""
+
+    epoch: str
+    send: Callable[[Sequence[Frame]], None]
+    on_closed: Callable[[str], None]
+    """Told the id of each transfer that is over; called in the peer's thread."""
+    counters: SenderCounters
+    clock: Callable[[], float]
+
+
+class DecodePeer:
+    """One decode node that dialled us, and the thread that ships KV to it."""
+
+    def __init__(
+        self,
+        hello: PeerHello,
+        memory: PeerKVMemory | None,
+        kv_caches: Sequence[torch.Tensor],
+        shipping: Shipping,
+    ) -> None:
+        self.name = hello.name
+        self.epoch = hello.epoch
+        self.last_heard = shipping.clock()
+        self.transfers: dict[str, OutgoingTransfer] = {}
+        self._memory = memory
+        self._kv_caches = kv_caches
+        self._own_epoch = shipping.epoch
+        self._send = shipping.send
+        self._on_closed = shipping.on_closed
+        self._counters = shipping.counters
+        self._clock = shipping.clock
+        self._credit_bytes = hello.credit_bytes
+        self._in_flight = 0
+        self._changed = threading.Condition()
+        self._is_lost = False
+        self._queue: queue.SimpleQueue[_SendUnit | _End | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name=f"kv-to-{hello.name}", daemon=True)
+        self._thread.start()
+
+    @property
+    def transport(self) -> Transport:
+        return "zmq" if self._memory is None else "shm"
+
+    # Called by the engine's and the link's thread
+
+    def open(self, grant: Prefill) -> None:
+        self.transfers[grant.transfer_id] = OutgoingTransfer(grant.transfer_id, grant.block_ids, grant.start, grant.end)
+
+    def save(self, transfer: OutgoingTransfer, layer: int, span: range, block_ids: Sequence[int]) -> None:
+        self._queue.put(_SendUnit(transfer, layer, span, block_ids, self._clock()))
+
+    def end(self, transfer: OutgoingTransfer, message: FromPrefill) -> None:
+        """`message` follows the last unit; after it nothing of the transfer is read or sent."""
+        self._queue.put(_End(transfer, message))
+
+    def cancel(self, transfer: OutgoingTransfer) -> None:
+        with self._changed:
+            transfer.is_cancelled = True
+            self._changed.notify_all()
+        self.end(transfer, TransferClosed(transfer_id=transfer.transfer_id, epoch=self._own_epoch))
+
+    def refuse(self, transfer_id: str) -> None:
+        """Answers for a transfer that we do not know: nothing of it will come."""
+        self._send([encode(TransferClosed(transfer_id=transfer_id, epoch=self._own_epoch))])
+
+    def credit(self, num_bytes: int) -> None:
+        with self._changed:
+            self._in_flight = max(0, self._in_flight - num_bytes)
+            self._changed.notify_all()
+
+    def lose(self) -> None:
+        """The peer is gone: ends everything that was for it."""
+        with self._changed:
+            self._is_lost = True
+            self._changed.notify_all()
+        for transfer in list(self.transfers.values()):
+            self.cancel(transfer)
+        self._queue.put(None)
+
+    def join(self) -> None:
+        self._thread.join(JOIN_TIMEOUT_SECONDS)
+        if self._thread.is_alive():
+            logger.error("the thread that ships KV to %s did not stop", self.name)
+
+    # The peer's thread
+
+    def _run(self) -> None:
+        while (item := self._queue.get()) is not None:
+            match item:
+                case _SendUnit():
+                    self._ship(item)
+                case _End():
+                    self._finish(item)
+
+    def _ship(self, item: _SendUnit) -> None:
+        num_bytes = unit_num_bytes(self._kv_caches[item.layer], item.span.start, item.span.stop)
+        if self._memory is not None:
+            self._ship_by_memory(item, self._memory, num_bytes)
+        elif self._wait_for_credit(item.transfer, num_bytes):
+            self._ship_by_message(item, num_bytes)
+
+    def _ship_by_memory(self, item: _SendUnit, memory: PeerKVMemory, num_bytes: int) -> None:
+        transfer = item.transfer
+        if transfer.is_cancelled:
+            return
+        source, target = self._kv_caches[item.layer], memory.kv_caches[item.layer]
+        copy_unit(source, item.block_ids, target, transfer.block_ids, item.span)
+        self._send_unit(item, num_bytes, b"", [])
+
+    def _ship_by_message(self, item: _SendUnit, num_bytes: int) -> None:
+        payload = gather_unit(self._kv_caches[item.layer], item.block_ids, item.span.start, item.span.stop)
+        data = memoryview(payload.numpy())  # type: ignore[arg-type]
+        self._send_unit(item, num_bytes, xxhash.xxh3_64_digest(data), [data])
+
+    def _send_unit(self, item: _SendUnit, num_bytes: int, digest: bytes, payload: list[memoryview]) -> None:
+        header = Unit(
+            transfer_id=item.transfer.transfer_id,
+            epoch=self._own_epoch,
+            layer=item.layer,
+            start=item.span.start,
+            end=item.span.stop,
+            digest=digest,
+            num_bytes=num_bytes,
+            saved_at=item.saved_at,
+        )
+        self._send([encode(header), *payload])
+        self._counters.num_units += 1
+        self._counters.num_bytes += num_bytes
+
+    def _wait_for_credit(self, transfer: OutgoingTransfer, num_bytes: int) -> bool:
+        """Whether the unit may go. Bounded by the peer's liveness: a silent peer is lost, and then nothing goes."""
+        began = self._clock()
+        with self._changed:
+            self._changed.wait_for(lambda: self._may_send(transfer, num_bytes) or self._may_skip(transfer))
+            self._counters.seconds_waiting_for_credit += self._clock() - began
+            if self._may_skip(transfer):
+                return False
+            self._in_flight += num_bytes
+            return True
+
+    def _may_send(self, transfer: OutgoingTransfer, num_bytes: int) -> bool:
+        return self._in_flight == 0 or self._in_flight + num_bytes <= self._credit_bytes
+
+    def _may_skip(self, transfer: OutgoingTransfer) -> bool:
+        return transfer.is_cancelled or self._is_lost
+
+    def _finish(self, item: _End) -> None:
+        if self.transfers.get(item.transfer.transfer_id) is not item.transfer:
+            return
+        if not self._is_lost:
+            self._send([encode(item.message)])
+        del self.transfers[item.transfer.transfer_id]
+        if isinstance(item.message, PrefillDone):
+            self._counters.num_transfers_sent += 1
+        else:
+            self._counters.num_transfers_closed += 1
+        self._on_closed(item.transfer.transfer_id)

@@ -1,0 +1,35 @@
+"""What two processes must agree on before any KV or token crosses between them."""
+
+from typing import Annotated
+
+from msgspec import Meta, Struct
+
+Name = Annotated[str, Meta(min_length=1, max_length=256)]
+Text = Annotated[str, Meta(max_length=65536)]
+Count = Annotated[int, Meta(ge=0, le=2**53)]
+TokenId = Annotated[int, Meta(ge=0, lt=2**31)]
+
+KV_LAYOUT = "block,kv,slot,head,dim"
+"""Order of a layer's KV tensor: `[num_blocks, 2, block_size, num_kv_heads, head_dim]`."""
+
+
+class ModelIdentity(Struct, frozen=True, kw_only=True):
+    """Equal on all processes that serve one model together."""
+
+    config_digest: Name
+    weights_digest: Name
+    dtype: Name
+    num_layers: Count
+    num_kv_heads: Count
+    head_dim: Count
+    block_size: Count
+    layout: Name = KV_LAYOUT
+
+    def mismatch(self, other: "ModelIdentity") -> str | None:
+        """Why `other` cannot work with us, or None."""
+        differences = [
+            f"{field} is {getattr(self, field)} here and {getattr(other, field)} there"
+            for field in self.__struct_fields__
+            if getattr(self, field) != getattr(other, field)
+        ]
+        return "; ".join(differences) or None

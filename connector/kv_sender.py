@@ -1,0 +1,297 @@
+"""The prefill node's end of KV transfer.
+
+  Prefill (grant) --> on_grant: a request for the engine
+  save()  x layers x chunks --> Unit ...              while later layers compute
+  finish() -------------------> PrefillDone ----+
+  fail() ---------------------> TransferFailed -+-->  the request id comes out of `take_closed`
+  CancelTransfer, peer lost --> TransferClosed -+     once nothing reads its blocks any more
+
+The engine's request for a grant is named by the transfer id, which is unique over all nodes and restarts.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from connector.codec import PROTOCOL_VERSION, encode
+from connector.decode_peer import DecodePeer, OutgoingTransfer, SenderCounters, Shipping
+from connector.identity import ModelIdentity
+from connector.link import Endpoint, Frame, Links
+from connector.peer_messages import (
+    CancelTransfer,
+    Credit,
+    FromDecode,
+    PeerHello,
+    PeerPing,
+    PeerPong,
+    PeerRefused,
+    PeerWelcome,
+    Prefill,
+    PrefillDone,
+    TransferFailed,
+    decode_from_decode_node,
+)
+from connector.shared_kv import PeerKVMemory
+from connector.transfer_settings import TransferSettings
+from engine.errors import ErrorKind, LinkError, MalformedMessage
+from engine.request import SampledToken
+
+logger = logging.getLogger(__name__)
+
+
+class GrantTaker(Protocol):
+    """The engine's loop, as the sender sees it. Called in the link's thread; must not block."""
+
+    def take_grant(self, grant: Prefill) -> None:
+        """A decode node wants this prompt computed. The request is to be named by the transfer id."""
+
+    def abort(self, request_id: str) -> None:
+        """Nobody wants the request any more."""
+
+    def wake(self) -> None:
+        """Something came in that a step would report."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeIdentity:
+    """Who we are on the peer link."""
+
+    name: str
+    epoch: str
+    model: ModelIdentity
+    pid: int
+
+
+class KVSender:
+    """Answers decode nodes, ships units. Implements `LinkHandler`.
+
+    The peer table is changed by the link's thread only; the engine's thread reads it.
+    """
+
+    def __init__(
+        self,
+        identity: NodeIdentity,
+        settings: TransferSettings,
+        taker: GrantTaker,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.counters = SenderCounters()
+        self.num_malformed = 0
+        self.num_refused = 0
+        self.num_steps = 0
+        self._identity = identity
+        self._settings = settings
+        self._taker = taker
+        self._clock = clock
+        self._kv_caches: Sequence[torch.Tensor] = ()
+        self._endpoint: Endpoint | None = None
+        self._peers: dict[bytes, DecodePeer] = {}
+        self._closed: set[str] = set()
+        self._closed_lock = threading.Lock()
+
+    def start(self, kv_caches: Sequence[torch.Tensor], links: Links, address: str) -> str:
+        """Listens; returns the address with its real port."""
+        self._kv_caches = kv_caches
+        self._endpoint = links.listen(address, self)
+        links.every(self._settings.heartbeat_interval, self.tick)
+        return self._endpoint.address
+
+    def close(self) -> None:
+        for peer in self._peers.values():
+            peer.lose()
+        for peer in self._peers.values():
+            peer.join()
+
+    # The engine's side
+
+    def save(self, request_id: str, layer: int, span: range, block_ids: Sequence[int]) -> None:
+        """Ships the positions of `span` of `layer`, which are complete in our blocks `block_ids`."""
+        if (found := self._find(request_id)) is not None:
+            peer, transfer = found
+            if layer == len(self._kv_caches) - 1:
+                transfer.computed_at = self._clock()
+            peer.save(transfer, layer, span, block_ids)
+
+    def finish(self, request_id: str, first_token: SampledToken | None, num_cached_tokens: int) -> None:
+        if (found := self._find(request_id)) is not None:
+            peer, transfer = found
+            done = PrefillDone(
+                transfer_id=request_id,
+                epoch=self._identity.epoch,
+                first_token=first_token,
+                num_cached_tokens=num_cached_tokens,
+                computed_at=transfer.computed_at,
+            )
+            peer.end(transfer, done)
+        else:
+            self._close(request_id)
+
+    def fail(self, request_id: str, kind: ErrorKind, reason: str) -> None:
+        if (found := self._find(request_id)) is not None:
+            peer, transfer = found
+            epoch = self._identity.epoch
+            peer.end(transfer, TransferFailed(transfer_id=request_id, epoch=epoch, kind=kind, reason=reason))
+        else:
+            self._close(request_id)
+
+    def take_closed(self) -> frozenset[str]:
+        with self._closed_lock:
+            closed, self._closed = self._closed, set()
+            return frozenset(closed)
+
+    def open_transfer_ids(self) -> list[str]:
+        return [name for peer in list(self._peers.values()) for name in list(peer.transfers)]
+
+    @property
+    def peer_names(self) -> list[str]:
+        return [peer.name for peer in list(self._peers.values())]
+
+    # The link's side
+
+    def on_up(self, peer: bytes) -> None:
+        pass
+
+    def on_down(self, peer: bytes) -> None:
+        self._lose(peer, "its connection is gone")
+
+    def on_message(self, peer: bytes, frames: Sequence[memoryview]) -> None:
+        try:
+            message = decode_from_decode_node.decode(frames[0] if frames else b"")
+        except MalformedMessage as error:
+            self.num_malformed += 1
+            logger.warning("dropped a message on the KV link: %s", error)
+            return
+        if isinstance(message, PeerHello):
+            self._on_hello(peer, message)
+        elif peer in self._peers:
+            self._peers[peer].last_heard = self._clock()
+            self._on_peer_message(peer, self._peers[peer], message)
+
+    def tick(self) -> None:
+        now = self._clock()
+        for identity, peer in list(self._peers.items()):
+            if now - peer.last_heard > self._settings.peer_timeout:
+                self._lose(identity, f"silent for {now - peer.last_heard:.1f} s")
+
+    def _on_hello(self, identity: bytes, hello: PeerHello) -> None:
+        reason = self._why_refuse(hello)
+        if reason is not None:
+            self._refuse(identity, hello, reason)
+            return
+        for other, peer in list(self._peers.items()):
+            if peer.epoch == hello.epoch and other != identity:
+                self._lose(other, "it dialled again")
+        if identity not in self._peers and not self._admit(identity, hello):
+            return
+        welcome = PeerWelcome(
+            name=self._identity.name,
+            epoch=self._identity.epoch,
+            transport=self._peers[identity].transport,
+            pid=self._identity.pid,
+        )
+        self._send(identity, welcome)
+
+    def _why_refuse(self, hello: PeerHello) -> str | None:
+        if hello.protocol_version != PROTOCOL_VERSION:
+            return f"protocol version {hello.protocol_version}, this node speaks {PROTOCOL_VERSION}"
+        if len(self._peers) >= self._settings.max_peers:
+            return f"--max-peers is {self._settings.max_peers}"
+        return self._identity.model.mismatch(hello.model)
+
+    def _refuse(self, identity: bytes, hello: PeerHello, reason: str) -> None:
+        self.num_refused += 1
+        logger.error("refused decode node %s: %s", hello.name, reason)
+        self._send(identity, PeerRefused(reason=reason))
+
+    def _admit(self, identity: bytes, hello: PeerHello) -> bool:
+        memory = None
+        if self._settings.transport != "zmq":
+            memory = open_peer_memory(hello, self._kv_caches)
+            if memory is None and self._settings.transport == "shm":
+                self._refuse(identity, hello, "--transport is shm, and its KV memory is not reachable from here")
+                return False
+        logger.info("decode node %s joined, KV over %s", hello.name, "zmq" if memory is None else "shm")
+        self._peers[identity] = DecodePeer(
+            hello,
+            memory,
+            self._kv_caches,
+            shipping=Shipping(
+                epoch=self._identity.epoch,
+                send=lambda frames: self._send_frames(identity, frames),
+                on_closed=self._close,
+                counters=self.counters,
+                clock=self._clock,
+            ),
+        )
+        return True
+
+    def _on_peer_message(self, identity: bytes, peer: DecodePeer, message: FromDecode) -> None:
+        match message:
+            case Prefill():
+                peer.open(message)
+                self._taker.take_grant(message)
+            case CancelTransfer(transfer_id=transfer_id):
+                self._cancel(peer, transfer_id)
+            case Credit(num_bytes=num_bytes):
+                peer.credit(num_bytes)
+            case PeerPing():
+                # A cancel may have been lost with a connection: what is not asked for any more is cancelled, too.
+                for transfer_id in set(peer.transfers) - set(message.transfer_ids):
+                    self._cancel(peer, transfer_id)
+                unknown = [name for name in message.transfer_ids if name not in peer.transfers]
+                pong = PeerPong(sequence=message.sequence, num_steps=self.num_steps, unknown_transfer_ids=unknown)
+                self._send(identity, pong)
+            case _:
+                raise AssertionError(f"unhandled message {message!r}")
+
+    def _cancel(self, peer: DecodePeer, transfer_id: str) -> None:
+        transfer = peer.transfers.get(transfer_id)
+        if transfer is None:
+            peer.refuse(transfer_id)
+            return
+        peer.cancel(transfer)
+        self._taker.abort(transfer_id)
+
+    def _lose(self, identity: bytes, reason: str) -> None:
+        peer = self._peers.pop(identity, None)
+        if peer is None:
+            return
+        logger.warning("lost decode node %s: %s", peer.name, reason)
+        transfer_ids = list(peer.transfers)
+        peer.lose()
+        for transfer_id in transfer_ids:
+            self._taker.abort(transfer_id)
+
+    def _find(self, request_id: str) -> tuple[DecodePeer, OutgoingTransfer] | None:
+        for peer in list(self._peers.values()):
+            if (transfer := peer.transfers.get(request_id)) is not None:
+                return peer, transfer
+        return None
+
+    def _close(self, request_id: str) -> None:
+        with self._closed_lock:
+            self._closed.add(request_id)
+        self._taker.wake()
+
+    def _send(self, identity: bytes, message: PeerWelcome | PeerRefused | PeerPong) -> None:
+        self._send_frames(identity, [encode(message)])
+
+    def _send_frames(self, identity: bytes, frames: Sequence[Frame]) -> None:
+        if self._endpoint is not None:
+            self._endpoint.send(frames, identity)
+
+
+def open_peer_memory(hello: PeerHello, kv_caches: Sequence[torch.Tensor]) -> PeerKVMemory | None:
+    """The peer's memory if it offers some and it can be reached from here."""
+    if hello.shared_memory is None:
+        return None
+    try:
+        return PeerKVMemory(hello.shared_memory, kv_caches)
+    except LinkError as error:
+        logger.info("decode node %s gets its KV by message: %s", hello.name, error)
+        return None

@@ -1,0 +1,129 @@
+"""The worker side of `P2PConnector`: carries out one step's instructions with a `KVReceiver` and a `KVSender`."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from connector.codec import PROTOCOL_VERSION
+from connector.kv_receiver import KVReceiver
+from connector.kv_sender import GrantTaker, KVSender, NodeIdentity
+from connector.link import Links
+from connector.p2p_scheduler import Load, P2PMetadata
+from connector.peer_messages import PeerHello, Prefill
+from connector.shared_kv import SharedKVMemory
+from connector.transfer_settings import TransferSettings
+from engine.batch import ConnectorOutput
+from engine.kv_connector import WorkerConnector
+
+_IDLE = P2PMetadata()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class P2PPlace:
+    """Where this node stands among its peers."""
+
+    identity: NodeIdentity
+    settings: TransferSettings = field(default_factory=TransferSettings)
+    listen: str | None = None
+    """Address on which decode nodes may dial us; None: we prefill for nobody."""
+    prefill_addresses: tuple[str, ...] = ()
+    """The peer table: the only addresses that are ever dialled for KV."""
+    shared_memory: SharedKVMemory | None = None
+    """The memory that holds our KV, where it is to be offered to peers."""
+
+
+class P2PWorkerConnector(WorkerConnector):
+    """`listen_address` is known after `register_kv_caches`."""
+
+    def __init__(self, place: P2PPlace, links: Links, taker: GrantTaker) -> None:
+        self._place = place
+        self._links = links
+        self._taker = taker
+        self._metadata = _IDLE
+        self._sync_ids: tuple[str, ...] = ()
+        self.sender = KVSender(place.identity, place.settings, taker)
+        self.receiver: KVReceiver | None = None
+        self.listen_address: str | None = None
+
+    def register_kv_caches(self, kv_caches: Sequence[torch.Tensor]) -> None:
+        place = self._place
+        if place.listen is not None:
+            self.listen_address = self.sender.start(kv_caches, self._links, place.listen)
+        if place.prefill_addresses:
+            self.receiver = KVReceiver(self._hello(kv_caches), place.settings, self._taker.wake)
+            self.receiver.start(kv_caches, self._links, place.prefill_addresses)
+
+    def bind_connector_metadata(self, metadata: object) -> None:
+        assert isinstance(metadata, P2PMetadata)
+        self._metadata = metadata
+        self._sync_ids = tuple(load.request.request_id for load in metadata.loads if load.is_sync)
+
+    def clear_connector_metadata(self) -> None:
+        self._metadata = _IDLE
+        self._sync_ids = ()
+
+    def start_load_kv(self) -> None:
+        self.sender.num_steps += 1
+        if self.receiver is not None:
+            for load in self._metadata.loads:
+                self.receiver.start_load(load.request.request_id, self._grant(load), load.candidates)
+            for request_id in self._metadata.cancelled:
+                self.receiver.cancel(request_id)
+        for ended in self._metadata.ended:
+            if ended.error is None:
+                self.sender.finish(ended.request_id, ended.first_token, ended.num_cached_tokens)
+            else:
+                self.sender.fail(ended.request_id, *ended.error)
+
+    def wait_for_layer_load(self, layer: int) -> None:
+        if self._sync_ids and self.receiver is not None:
+            self.receiver.wait_for_layer(layer, self._sync_ids)
+
+    def save_kv_layer(self, layer: int) -> None:
+        for save in self._metadata.saves:
+            self.sender.save(save.request_id, layer, save.span, save.block_ids)
+
+    def wait_for_save(self) -> None:
+        """Nothing to wait for: units are read from pinned blocks, not from the step's own buffers."""
+
+    def get_finished(self, finished_ids: frozenset[str]) -> ConnectorOutput:
+        closed = self.sender.take_closed()
+        if self.receiver is None:
+            return ConnectorOutput(sent=closed)
+        loads = self.receiver.take_finished()
+        return ConnectorOutput(sent=closed | loads.closed, received=loads.received, failed=loads.failed)
+
+    def shutdown(self) -> None:
+        self.sender.close()
+        if self.receiver is not None:
+            self.receiver.close()
+
+    def _hello(self, kv_caches: Sequence[torch.Tensor]) -> PeerHello:
+        place = self._place
+        offer = None
+        if place.shared_memory is not None and place.settings.transport != "zmq":
+            offer = place.shared_memory.offer(kv_caches[0].shape[0])
+        return PeerHello(
+            protocol_version=PROTOCOL_VERSION,
+            name=place.identity.name,
+            epoch=place.identity.epoch,
+            model=place.identity.model,
+            credit_bytes=place.settings.credit_bytes,
+            shared_memory=offer,
+        )
+
+    def _grant(self, load: Load) -> Prefill:
+        assert self.receiver is not None
+        request = load.request
+        return Prefill(
+            transfer_id=self.receiver.mint_transfer_id(),
+            prompt_token_ids=list(request.prompt_token_ids[: load.end]),
+            wants_first_token=load.end == request.num_prompt_tokens,
+            sampling=request.sampling,
+            eos_token_ids=sorted(request.eos_token_ids),
+            cache_salt=request.cache_salt,
+            start=load.start,
+            end=load.end,
+            block_ids=list(load.block_ids),
+        )

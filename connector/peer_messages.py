@@ -1,0 +1,152 @@
+"""The link over which KV travels. The decode node dials; the prefill node listens.
+
+  decode node                                    prefill node
+    | PeerHello ---------------------------------> |   identity, KV memory on offer, credit
+    | <-------------- PeerWelcome or PeerRefused   |   epoch, chosen transport
+    | PeerPing  ---------------------------------> |   every heartbeat interval
+    | <--------------------------------- PeerPong  |   with the engine's step count: a queue that moves is progress
+    |                                              |
+    | Prefill ------------------------------------>|   the grant: compute [0, end), ship [start, end) into block_ids
+    | <==== Unit (layer 0, [start, a)) + payload   |   one per layer and chunk, any order, idempotent
+    | <==== Unit ...                               |
+    | Credit ------------------------------------->|   bytes taken in: the window moves on
+    | <------------------------------- PrefillDone |   first token; nothing of this transfer follows
+    |                                              |
+    | CancelTransfer ----------------------------->|
+    | <---------------------------- TransferClosed |   nothing of this transfer will be written any more
+    | <---------------------------- TransferFailed |   the same, and why, where the prefill node gave up
+
+A message's frames: [header] or, for a `Unit` on the message transport, [header, payload]. The payload of `[a, b)` holds
+for each block it touches, in order of position, the slots in question: `[2, slots, num_kv_heads, head_dim]`.
+On shared memory the payload was already written into the granted blocks when the `Unit` arrives.
+
+Every message from the prefill node about a transfer carries the epoch of the process that sent it; what carries
+another epoch than the one welcomed, or names an unknown transfer, is counted and dropped.
+"""
+
+from typing import Annotated, Literal
+
+from msgspec import Meta, Struct
+
+from connector.codec import Decoder
+from connector.identity import Count, ModelIdentity, Name, Text, TokenId
+from engine.errors import ErrorKind
+from engine.request import SampledToken
+from engine.sampling_params import SamplingParams
+
+Transport = Literal["shm", "zmq"]
+
+
+class _Message(Struct, frozen=True, tag=True, kw_only=True):
+    """Tagged by class name."""
+
+
+class SharedMemoryOffer(Struct, frozen=True, kw_only=True):
+    """Where a process on the same host finds our KV memory. See `shared_kv`."""
+
+    pid: Count
+    fd: Count
+    num_bytes: Count
+    num_blocks: Count
+    nonce: Annotated[bytes, Meta(min_length=16, max_length=16)]
+
+
+class PeerHello(_Message, frozen=True, tag=True, kw_only=True):
+    protocol_version: Count
+    name: Name
+    epoch: Name
+    model: ModelIdentity
+    credit_bytes: Count
+    """How many payload bytes may be under way to us at once."""
+    shared_memory: SharedMemoryOffer | None = None
+
+
+class PeerWelcome(_Message, frozen=True, tag=True, kw_only=True):
+    name: Name
+    epoch: Name
+    transport: Transport
+    pid: Count
+
+
+class PeerRefused(_Message, frozen=True, tag=True, kw_only=True):
+    reason: Text
+
+
+class PeerPing(_Message, frozen=True, tag=True, kw_only=True):
+    sequence: Count
+    transfer_ids: list[Name] = []
+    """All the transfers that are still wanted; the prefill node drops any other."""
+
+
+class PeerPong(_Message, frozen=True, tag=True, kw_only=True):
+    sequence: Count
+    num_steps: Count
+    """Engine steps since start."""
+    unknown_transfer_ids: list[Name] = []
+    """Of those asked for: nothing of them will ever come."""
+
+
+class Prefill(_Message, frozen=True, tag=True, kw_only=True):
+    """The grant."""
+
+    transfer_id: Name
+    prompt_token_ids: Annotated[list[TokenId], Meta(min_length=1)]
+    """The leading `end` tokens of the prompt."""
+    wants_first_token: bool
+    """False where `end` is not the prompt's end: what would be sampled is not an output token."""
+    sampling: SamplingParams
+    eos_token_ids: list[TokenId] = []
+    cache_salt: Text = ""
+    start: Count
+    end: Count
+    block_ids: list[Count]
+    """Block table of the request on the decode node, from position 0."""
+
+
+class CancelTransfer(_Message, frozen=True, tag=True, kw_only=True):
+    transfer_id: Name
+
+
+class Credit(_Message, frozen=True, tag=True, kw_only=True):
+    num_bytes: Count
+
+
+class Unit(_Message, frozen=True, tag=True, kw_only=True):
+    transfer_id: Name
+    epoch: Name
+    layer: Count
+    start: Count
+    end: Count
+    digest: Annotated[bytes, Meta(max_length=8)] = b""
+    """xxh3-64 of the payload, big-endian; empty where the payload did not travel as a message."""
+    num_bytes: Count
+    saved_at: float
+    """Sender's monotonic clock when the layer's KV was complete. Comparable on one host only."""
+
+
+class PrefillDone(_Message, frozen=True, tag=True, kw_only=True):
+    transfer_id: Name
+    epoch: Name
+    first_token: SampledToken | None
+    num_cached_tokens: Count
+    computed_at: float
+    """Sender's monotonic clock when the last layer of the prompt was computed."""
+
+
+class TransferClosed(_Message, frozen=True, tag=True, kw_only=True):
+    transfer_id: Name
+    epoch: Name
+
+
+class TransferFailed(_Message, frozen=True, tag=True, kw_only=True):
+    transfer_id: Name
+    epoch: Name
+    kind: ErrorKind
+    reason: Text
+
+
+FromDecode = PeerHello | PeerPing | Prefill | CancelTransfer | Credit
+FromPrefill = PeerWelcome | PeerRefused | PeerPong | Unit | PrefillDone | TransferClosed | TransferFailed
+
+decode_from_decode_node: Decoder[FromDecode] = Decoder(FromDecode)
+decode_from_prefill_node: Decoder[FromPrefill] = Decoder(FromPrefill)

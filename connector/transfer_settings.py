@@ -1,0 +1,39 @@
+"""How a node moves KV: frozen, checked, flags derived from the fields."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from engine.errors import ConfigError
+
+LoadMode = Literal["async", "sync"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransferSettings:
+    """Time limits and bounds of KV transfer. All times in seconds."""
+
+    transport: Literal["auto", "shm", "zmq"] = "auto"
+    """How KV travels. auto: the best that a pair can do, found at its handshake. shm: shared memory, or no pair at all.
+    zmq: messages over TCP."""
+    load_mode: LoadMode = "async"
+    """async: other requests run while KV arrives. sync: the forward starts at once and waits before each layer."""
+    heartbeat_interval: float = 1.0
+    """Between two signs of life on a link."""
+    peer_timeout: float = 5.0
+    """Silence after which a peer counts as lost."""
+    transfer_timeout: float = 30.0
+    """Time without any progress after which a transfer has failed; a queue that moves is progress."""
+    credit_bytes: int = 64 << 20
+    """KV bytes under way to this node from one peer at a time."""
+    max_peers: int = 64
+    """Peers accepted at once."""
+
+    def __post_init__(self) -> None:
+        for name in ("heartbeat_interval", "peer_timeout", "transfer_timeout", "credit_bytes", "max_peers"):
+            if getattr(self, name) <= 0:
+                raise ConfigError(f"--{name.replace('_', '-')} must be > 0, got {getattr(self, name)}")
+        if self.peer_timeout <= self.heartbeat_interval:
+            raise ConfigError(
+                f"--peer-timeout must be longer than --heartbeat-interval ({self.heartbeat_interval}), "
+                f"got {self.peer_timeout}"
+            )
