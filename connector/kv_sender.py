@@ -94,12 +94,14 @@ class KVSender:
         self._closed: set[str] = set()
         self._closed_lock = threading.Lock()
 
-    def start(self, kv_caches: Sequence[torch.Tensor], links: Links, address: str) -> str:
-        """Listens; returns the address with its real port."""
-        self._kv_caches = kv_caches
+    def listen(self, links: Links, address: str) -> str:
+        """Returns the address with its real port. Nobody is answered before `start`: decode nodes ask again."""
         self._endpoint = links.listen(address, self)
         links.every(self._settings.heartbeat_interval, self.tick)
         return self._endpoint.address
+
+    def start(self, kv_caches: Sequence[torch.Tensor]) -> None:
+        self._kv_caches = kv_caches
 
     def close(self) -> None:
         for peer in self._peers.values():
@@ -167,7 +169,8 @@ class KVSender:
             logger.warning("dropped a message on the KV link: %s", error)
             return
         if isinstance(message, PeerHello):
-            self._on_hello(peer, message)
+            if self._kv_caches:
+                self._on_hello(peer, message)
         elif peer in self._peers:
             self._peers[peer].last_heard = self._clock()
             self._on_peer_message(peer, self._peers[peer], message)

@@ -1,6 +1,6 @@
 """A node process, from its settings to its exit code. Both roles run this; they differ by who they talk to.
 
-  threads and CPUs -> plan -> admin endpoint -> server link -> weights, KV, connector -> announce -> engine loop
+  threads and CPUs -> plan -> admin endpoint -> bind addresses -> announce -> weights, KV, connector -> engine loop
                                                                                                        |
                                           exit 0 <- close everything <- tell servers <- SIGTERM, SIGINT, parent gone
 
@@ -70,9 +70,9 @@ class Node:
         self._kv_links = ZmqLinks("kv")
         self._server_link = self._open_server_link(role)
         self._memory: SharedKVMemory | None = None
-        self.listening = threading.Event()
+        self.loaded = threading.Event()
         self.where: dict[str, str | None] = {}
-        """Addresses with their real ports, once `listening` is set."""
+        """Our name and the addresses with their real ports, once known."""
 
     @property
     def parts(self) -> NodeParts | None:
@@ -80,8 +80,10 @@ class Node:
         return self._parts
 
     def run(self) -> None:
-        engine = self._build()
+        connector = self._connect()
         self._announce()
+        engine = self._build(connector)
+        self.loaded.set()
         self._loop.run(engine, self._server_link.deliver, self._refuse)
         self._end_requests(engine)
 
@@ -122,24 +124,37 @@ class Node:
         )
         return ServerLink(hello, self._loop, self._make_request, self._status, self._config.server_timeout)
 
-    def _build(self) -> Engine:
+    def _connect(self) -> KVConnector:
+        """Binds every address, before anything heavy: a port in use is known at once."""
         try:
             address = self._server_link.listen(self._links, self._addresses.listen)
-            connector = self._make_connector()
-            buffer = self._memory.buffer if self._memory is not None else None
-            connection = Connection(scheduler=connector.scheduler, worker=connector.worker, buffer=buffer)
-            engine = build_engine(self._plan, self._config.engine, connection, time.monotonic)
         except LinkError as error:
-            raise ConfigError(f"--listen, --kv-listen or --prefill: {error}") from error
-        worker = connector.worker if isinstance(connector.worker, P2PWorkerConnector) else None
-        self._parts = NodeParts(engine=engine, worker=worker)
+            raise ConfigError(f"--listen: {error}") from error
+        connector = self._make_connector()
+        kv_address = None
+        if isinstance(connector.worker, P2PWorkerConnector):
+            try:
+                connector.worker.listen()
+            except LinkError as error:
+                raise ConfigError(f"--kv-listen: {error}") from error
+            kv_address = connector.worker.listen_address
         self.where = {
             "name": self._identity.name,
             "address": address,
-            "kv_address": worker.listen_address if worker is not None else None,
+            "kv_address": kv_address,
             "admin_url": self._admin.url,
         }
-        self.listening.set()
+        return connector
+
+    def _build(self, connector: KVConnector) -> Engine:
+        buffer = self._memory.buffer if self._memory is not None else None
+        connection = Connection(scheduler=connector.scheduler, worker=connector.worker, buffer=buffer)
+        try:
+            engine = build_engine(self._plan, self._config.engine, connection, time.monotonic)
+        except LinkError as error:
+            raise ConfigError(f"--prefill: {error}") from error
+        worker = connector.worker if isinstance(connector.worker, P2PWorkerConnector) else None
+        self._parts = NodeParts(engine=engine, worker=worker)
         return engine
 
     def _make_connector(self) -> KVConnector:

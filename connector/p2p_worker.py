@@ -34,7 +34,7 @@ class P2PPlace:
 
 
 class P2PWorkerConnector(WorkerConnector):
-    """`listen_address` is known after `register_kv_caches`."""
+    """`listen` may come before the model is loaded, so that peers know the address early; they are answered later."""
 
     def __init__(self, place: P2PPlace, links: Links, taker: GrantTaker) -> None:
         self._place = place
@@ -46,10 +46,15 @@ class P2PWorkerConnector(WorkerConnector):
         self.receiver: KVReceiver | None = None
         self.listen_address: str | None = None
 
+    def listen(self) -> None:
+        """Binds the KV address, if this node has one. Raises `LinkError`."""
+        if self._place.listen is not None and self.listen_address is None:
+            self.listen_address = self.sender.listen(self._links, self._place.listen)
+
     def register_kv_caches(self, kv_caches: Sequence[torch.Tensor]) -> None:
         place = self._place
-        if place.listen is not None:
-            self.listen_address = self.sender.start(kv_caches, self._links, place.listen)
+        self.listen()
+        self.sender.start(kv_caches)
         if place.prefill_addresses:
             self.receiver = KVReceiver(self._hello(kv_caches), place.settings, self._taker.wake)
             self.receiver.start(kv_caches, self._links, place.prefill_addresses)

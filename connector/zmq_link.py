@@ -92,15 +92,17 @@ class ZmqLinks(Links):
         if self._thread.is_alive():
             logger.error("link thread did not stop within %.0f s", CLOSE_TIMEOUT_SECONDS)
             return
-        self._wake_sender.close(0)
+        with self._wake_lock:
+            self._wake_sender.close(0)
         self._wake_receiver.close(0)
         self._context.term()
 
     def call(self, command: Callable[[], None]) -> None:
-        """Runs `command` in the link's thread, soon and in order."""
+        """Runs `command` in the link's thread, soon and in order. Does nothing once the links are closed."""
         self._commands.append(command)
         with self._wake_lock, contextlib.suppress(zmq.Again):
-            self._wake_sender.send(b"", zmq.NOBLOCK)
+            if not self._wake_sender.closed:
+                self._wake_sender.send(b"", zmq.NOBLOCK)
 
     def register(self, socket: "zmq.Socket[bytes]", on_readable: Callable[[], None]) -> None:
         self._ready[socket] = on_readable

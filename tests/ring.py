@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from zmq.utils.garbage import GarbageCollectorThread
+
 from connector.codec import PROTOCOL_VERSION, encode
 from connector.node import Node, NodeAddresses
 from connector.node_config import NodeConfig
@@ -18,6 +20,7 @@ from connector.transfer_settings import TransferSettings
 from connector.zmq_link import ZmqLinks
 from engine.config import CacheConfig, ModelOptions, SchedulerConfig
 from engine.sampling_params import SamplingParams
+from tests.relay import Relay
 
 TIMEOUT = 60.0
 
@@ -98,7 +101,7 @@ class RunningNode:
         self.failure: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name=f"{role}-loop")
         self._thread.start()
-        assert self.node.listening.wait(TIMEOUT)
+        assert self.node.loaded.wait(TIMEOUT)
 
     def _run(self) -> None:
         try:
@@ -106,7 +109,7 @@ class RunningNode:
         except BaseException as error:  # shown by `close`, in the test's own thread
             self.failure = error
         finally:
-            self.node.listening.set()
+            self.node.loaded.set()
 
     def state(self) -> dict[str, Any]:
         return dict(debug_state(self.node.parts))
@@ -195,20 +198,29 @@ def running_client(node: RunningNode) -> Iterator[Client]:
 
 @contextmanager
 def running_ring(
-    model: Path, *, prefill: dict[str, Any] | None = None, decode: dict[str, Any] | None = None, **both: Any
+    model: Path,
+    *,
+    prefill: dict[str, Any] | None = None,
+    decode: dict[str, Any] | None = None,
+    relay: Relay | None = None,
+    **both: Any,
 ) -> Iterator[Ring]:
-    """Ends with both nodes at rest and no thread left."""
+    """Ends with both nodes at rest and no thread left. KV goes through `relay` if there is one."""
     threads_before = set(threading.enumerate())
     with ExitStack() as stack:
         config = node_config(model, **both | (prefill or {}))
         prefill_node = stack.enter_context(running_node("prefill", config, kv_listen="tcp://127.0.0.1:0"))
-        relay_or_direct = (prefill_node.node.where["kv_address"],)
+        kv_address = prefill_node.node.where["kv_address"]
+        if relay is not None:
+            relay.target, kv_address = kv_address, relay.address
         config = node_config(model, **both | (decode or {}))
-        decode_node = stack.enter_context(running_node("decode", config, prefill=relay_or_direct))
+        decode_node = stack.enter_context(running_node("decode", config, prefill=(kv_address,)))
         client = stack.enter_context(running_client(decode_node))
         wait_until(decode_node.worker.receiver.ready_peers, "the handshake")
         ring = Ring(prefill_node, decode_node, client)
         yield ring
         ring.wait_until_quiescent()
-    left = [thread.name for thread in set(threading.enumerate()) - threads_before if thread.is_alive()]
+    # pyzmq keeps one thread for the whole process, which frees buffers of zero-copy sends.
+    new = {thread for thread in threading.enumerate() if not isinstance(thread, GarbageCollectorThread)}
+    left = [repr(thread) for thread in new - threads_before if thread.is_alive()]
     assert not left, f"threads left: {left}"

@@ -1,0 +1,39 @@
+# One environment for all: the runtime needs the first stamp, checks and tests the second.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+ARGS ?=
+
+.PHONY: run test check format model clean
+
+run: $(VENV)/.runtime
+	$(BIN)/pdserve up $(ARGS)
+
+# The demo model must be in the cache: tests that need it fail without it, they are not skipped.
+test: $(VENV)/.dev model
+	$(BIN)/pytest $(ARGS)
+
+check: $(VENV)/.dev
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: $(VENV)/.dev
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+model: $(VENV)/.runtime
+	$(BIN)/pdserve model fetch smollm2-135m
+
+$(VENV)/.runtime: pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --editable .
+	touch $@
+
+$(VENV)/.dev: $(VENV)/.runtime
+	$(BIN)/pip install --quiet --editable '.[dev]'
+	touch $@
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis

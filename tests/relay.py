@@ -1,0 +1,84 @@
+"""A TCP relay between two nodes: throttles, swallows, cuts. One thread for each direction of each connection."""
+
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+CHUNK = 1 << 14
+
+
+class Relay:
+    """Listens on a free port; `target` may be set after the start.
+
+    `bytes_per_second` bounds what flows back from the target to the one that dialled: the way KV goes.
+    """
+
+    def __init__(self, bytes_per_second: float | None = None) -> None:
+        self.target = ""
+        self.swallow = False
+        self.num_bytes_back = 0
+        self._bytes_per_second = bytes_per_second
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.address = f"tcp://127.0.0.1:{self._listener.getsockname()[1]}"
+        self._sockets: list[socket.socket] = []
+        self._threads: list[threading.Thread] = []
+        self._closed = threading.Event()
+        self._start(self._accept)
+
+    def cut(self) -> None:
+        """Ends the connections there are; new ones are accepted."""
+        for connection in self._sockets:
+            with suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        self._closed.set()
+        with suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        self.cut()
+        for thread in self._threads:
+            thread.join(5)
+        for connection in self._sockets:
+            connection.close()
+
+    def _start(self, work, *args) -> None:
+        thread = threading.Thread(target=work, args=args, name="relay")
+        self._threads.append(thread)
+        thread.start()
+
+    def _accept(self) -> None:
+        while not self._closed.is_set():
+            try:
+                near, _ = self._listener.accept()
+                host, port = self.target.removeprefix("tcp://").rsplit(":", 1)
+                far = socket.create_connection((host, int(port)), timeout=5)
+                far.settimeout(None)
+            except OSError:
+                continue
+            self._sockets += [near, far]
+            self._start(self._pump, near, far, False)
+            self._start(self._pump, far, near, True)
+
+    def _pump(self, source: socket.socket, sink: socket.socket, is_back: bool) -> None:
+        with suppress(OSError):
+            while data := source.recv(CHUNK):
+                if self.swallow:
+                    continue
+                if is_back:
+                    self.num_bytes_back += len(data)
+                    if self._bytes_per_second is not None:
+                        self._closed.wait(len(data) / self._bytes_per_second)
+                sink.sendall(data)
+        with suppress(OSError):
+            sink.shutdown(socket.SHUT_RDWR)
+
+
+@contextmanager
+def running_relay(bytes_per_second: float | None = None) -> Iterator[Relay]:
+    relay = Relay(bytes_per_second)
+    try:
+        yield relay
+    finally:
+        relay.close()
