@@ -79,7 +79,8 @@ class Pair:
 
         who = NodeIdentity(name="p0", epoch=epoch, model=identity, pid=os.getpid())
         sender = KVSender(who, self.settings, self.taker, self.clock)
-        sender.start(self.prefill_kv, self.prefill_links, "mem://p0")
+        sender.listen(self.prefill_links, "mem://p0")
+        sender.start(self.prefill_kv)
         return sender
 
     def hello(self, identity: ModelIdentity = IDENTITY) -> PeerHello:
