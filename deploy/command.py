@@ -35,3 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _usage() -> str:
     lines = [f"  {name:<8} {text}" for name, (_, text) in COMMANDS.items()]
     return "\n".join(["usage: pdserve COMMAND [FLAGS]   (pdserve COMMAND --help lists the flags)", "", *lines])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

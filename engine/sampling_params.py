@@ -60,6 +60,16 @@ class SamplingParams:
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
 
+def check_vocab(sampling: SamplingParams, vocab_size: int) -> None:
+    """Refuse token ids that the model does not have. The server calls this before it accepts a request.
+
+    Apart from `SamplingParams`, which is made without knowing the model. Raises `RequestError` naming the field.
+    """
+    for name in ("logit_bias", "stop_token_ids"):
+        largest = max(getattr(sampling, name), default=0)
+        _require(largest < vocab_size, name, f"token ids must be below the vocabulary's size {vocab_size}", largest)
+
+
 def _require(holds: bool, param: str, rule: str, value: object) -> None:
     if not holds:
         raise RequestError(f"{param} {rule}, got {value}", param=param)

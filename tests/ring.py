@@ -15,7 +15,7 @@ from connector.codec import PROTOCOL_VERSION, encode
 from connector.node import Node, NodeAddresses
 from connector.node_config import NodeConfig
 from connector.node_debug import debug_state
-from connector.server_messages import Cancel, Generate, ServerHello, TokenOutput, Tokens, decode_from_node
+from connector.server_messages import Cancel, Generate, ServerHello, ServerPing, TokenOutput, Tokens, decode_from_node
 from connector.transfer_settings import TransferSettings
 from connector.zmq_link import ZmqLinks
 from engine.config import CacheConfig, ModelOptions, SchedulerConfig
@@ -48,6 +48,7 @@ class Client:
         self._links = ZmqLinks("client")
         self._node = self._links.dial(address, self)
         self._node.send([encode(ServerHello(protocol_version=PROTOCOL_VERSION))])
+        self._links.every(0.1, lambda: self._node.send([encode(ServerPing(sequence=0))]))
         self._count = 0
 
     def start(self, prompt: Sequence[int], sampling: SamplingParams, **fields: Any) -> tuple[str, Answer]:

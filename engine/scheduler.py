@@ -1,0 +1,369 @@
+"""Decides what runs in each step. Pure Python: ints in, a `Batch` out; no tensors, no sockets, no clock of its own.
+
+  add_request
+      |
+      v                    the connector has its KV elsewhere: blocks taken and pinned, nothing scheduled
+   waiting ------------------------------------> loading ---- load failed ----> FINISHED_ERROR
+    |   ^  ^                                        |
+    |   |  | cannot run for its own reason:         | received; the first token may come along, and may end it
+    |   |  +- put aside, back in front after        v
+    |   |     the pass                            loaded
+    |   |                                           |
+    |   +---- preempted, to the front ----+         | rejoins before anybody new is admitted: it owns blocks already
+    |                                     |         |
+    +-- all blocks for its tokens --> running <-----+
+                                          |
+                                          +--> FINISHED_STOPPED | FINISHED_LENGTH        abort, from anywhere:
+                                                                                         FINISHED_ABORTED
+One pass:
+  1. loaded requests rejoin the running ones;
+  2. running requests that decode get their token, growing by a block where needed and preempting where the pool is out;
+  3. running requests with more to compute get their chunks, first come first served;
+  4. unless somebody was preempted, waiting requests are admitted while a seat, blocks and budget last.
+
+A request is admitted with blocks for all its known tokens or not at all: chunks never stall half way, only decoding
+grows. The one preempted is the last admitted whose blocks no transfer needs. Preempted requests recompute.
+
+Whoever may still touch a block owns it: a finished request's blocks stay pinned until its transfers are over.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
+
+from engine.admission import Admission, Verdict
+from engine.batch import Batch, BatchResult, ConnectorOutput, LoadFailure, LoadResult, ScheduledRequest
+from engine.block_manager import BlockManager
+from engine.block_pool import BlockPool
+from engine.config import CacheConfig, SchedulerConfig
+from engine.errors import ErrorKind, PoolCorrupted, RequestError
+from engine.kv_connector import SchedulerConnector
+from engine.open_transfers import Load, OpenTransfers
+from engine.outputs import RequestOutput, SchedulerCounters
+from engine.request import Request, RequestState, SampledToken
+from engine.request_queue import RequestQueue
+from engine.step_plan import StepPlan
+
+
+class Scheduler:
+    """Owns all live requests and the block pool. One thread calls it: `schedule`, then `update` with the answer."""
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        cache: CacheConfig,
+        num_blocks: int,
+        max_model_len: int,
+        *,
+        model_digest: str,
+        connector: SchedulerConnector | None,
+        clock: Callable[[], float],
+    ) -> None:
+        self.pool = BlockPool(num_blocks)
+        self.connector = connector
+        self.counters = SchedulerCounters()
+        self._config = config
+        self._clock = clock
+        # A request that alone outgrew the pool could never be resumed: it ends by length instead.
+        self._max_num_tokens = min(max_model_len, num_blocks * cache.block_size)
+        self._blocks = BlockManager(self.pool, cache, model_digest)
+        self._transfers = OpenTransfers(self.pool)
+        self._admission = Admission(self._blocks, self._transfers, connector, self.counters)
+        self._requests: dict[str, Request] = {}
+        self._waiting = RequestQueue()
+        self._loading: dict[str, Request] = {}
+        self._loaded: dict[str, Request] = {}
+        self._running: dict[str, Request] = {}  # in order of admission
+        self._outbox: list[RequestOutput] = []
+        self._is_stalled = False
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    @property
+    def num_waiting(self) -> int:
+        """Waiting for a seat, for blocks, or for a reason of their own."""
+        return len(self._waiting)
+
+    @property
+    def num_loading(self) -> int:
+        """Owning blocks, and waiting for KV to arrive in them or, briefly, for the next step."""
+        return len(self._loading) + len(self._loaded)
+
+    @property
+    def num_open_transfers(self) -> int:
+        return len(self._transfers)
+
+    def has_work(self) -> bool:
+        """Whether a step now could do something. False while only transfers, or a connector's answer, are awaited."""
+        if self._outbox or self._loaded or (self.connector is not None and self.connector.has_pending_metadata()):
+            return True
+        return bool(self._running or self._waiting) and not self._is_stalled
+
+    def is_idle(self) -> bool:
+        """Nothing lives, nothing is pinned, no transfer is open: only a new request can make work."""
+        if self._requests or self._outbox or self._transfers:
+            return False
+        if self.connector is None:
+            return True
+        return not (self.connector.has_open_transfers() or self.connector.has_pending_metadata())
+
+    def check(self) -> None:
+        """Raises `PoolCorrupted` if the books do not balance; when idle, if a block is not free."""
+        self.pool.check()
+        if self.is_idle() and self.pool.num_free != self.pool.num_blocks:
+            raise PoolCorrupted(f"idle, but only {self.pool.num_free} of {self.pool.num_blocks} blocks are free")
+
+    # Requests come and go
+
+    def add_request(self, request: Request) -> None:
+        """Raises `RequestError` if it could never be served."""
+        if request.request_id in self._requests or request.request_id in self._transfers:
+            raise RequestError(f"request id {request.request_id} is in use", param="request_id")
+        if request.num_prompt_tokens == 0:
+            raise RequestError("the prompt is empty", param="prompt")
+        if request.num_prompt_tokens + 1 > self._max_num_tokens:
+            raise RequestError(
+                f"the prompt has {request.num_prompt_tokens} tokens; at most {self._max_num_tokens} fit, "
+                "one of them an output token",
+                param="prompt",
+            )
+        self._requests[request.request_id] = request
+        self._waiting.push_back(request)
+        self._is_stalled = False
+
+    def abort_request(self, request_id: str) -> None:
+        """Ends it now, in whatever state; its final output comes from the next `update`. Unknown ids are ignored."""
+        request = self._requests.get(request_id)
+        if request is not None:
+            self._finish(request, RequestState.FINISHED_ABORTED)
+
+    def abort_all(self) -> None:
+        for request_id in list(self._requests):
+            self.abort_request(request_id)
+
+    # One pass
+
+    def schedule(self) -> Batch:
+        """The next step's work; may be empty. Every call is followed by `update`."""
+        plan = StepPlan(self._config.max_num_batched_tokens, self._config.long_prefill_token_threshold)
+        self._rejoin_loaded()
+        self._schedule_running(plan)
+        if not plan.num_preempted:
+            self._schedule_waiting(plan)
+        if not plan.scheduled:
+            self._end_deadlock(plan)
+        self._is_stalled = not plan.scheduled and not plan.num_preempted
+        self.counters.num_steps += 1
+        return Batch(step=self.counters.num_steps, requests=tuple(plan.scheduled.values()))
+
+    def _rejoin_loaded(self) -> None:
+        for request in self._loaded.values():
+            self._run(request)
+        self._loaded.clear()
+
+    def _schedule_running(self, plan: StepPlan) -> None:
+        """Decoding comes first: whatever the prompts, each decoding request has its token in every step."""
+        decoding: list[Request] = []
+        prefilling: list[Request] = []
+        for request in self._running.values():
+            is_decoding = len(request.token_ids) - request.num_computed_tokens == 1
+            (decoding if is_decoding else prefilling).append(request)
+        for request in chain(decoding, prefilling):
+            if request.state is RequestState.RUNNING and plan.budget and self._make_room(request, plan):
+                plan.add(request)
+
+    def _make_room(self, request: Request, plan: StepPlan) -> bool:
+        """Slots for all its tokens. False: not in this step, because it was preempted itself or has to wait."""
+        if self._blocks.covers_all_tokens(request):
+            return True
+        while not self.pool.num_free:
+            victim = self._pick_victim(plan)
+            if victim is None:
+                return False
+            self._preempt(victim, plan)
+            if victim is request:
+                return False
+        self._blocks.grow(request)
+        return True
+
+    def _pick_victim(self, plan: StepPlan) -> Request | None:
+        for request_id in reversed(self._running):
+            if request_id not in self._transfers and request_id not in plan.scheduled:
+                return self._running[request_id]
+        return None
+
+    def _preempt(self, request: Request, plan: StepPlan) -> None:
+        del self._running[request.request_id]
+        self._blocks.release(request)
+        request.move(RequestState.PREEMPTED, self._clock())
+        request.num_preemptions += 1
+        self._waiting.push_front([request])
+        plan.num_preempted += 1
+        self.counters.num_preemptions += 1
+
+    def _end_deadlock(self, plan: StepPlan) -> None:
+        """Running requests wait for blocks, the pool is full of their own pins, and no transfer is open that could end
+        one: somebody has to give way."""
+        if not self._running or plan.num_preempted or self.connector is None or self.connector.has_open_transfers():
+            return
+        error = (ErrorKind.OVERLOADED, "the KV cache is full of blocks that are pinned for transfers")
+        self._finish(self._running[next(reversed(self._running))], RequestState.FINISHED_ERROR, error=error)
+
+    def _schedule_waiting(self, plan: StepPlan) -> None:
+        put_aside = []
+        while self._waiting and len(self._running) + len(self._loading) < self._config.max_num_seqs:
+            request = self._waiting.pop_front()
+            num_reserved = self._config.watermark_blocks if self._running else 0
+            match self._admission.admit(request, plan.budget, num_reserved):
+                case Verdict.RUN:
+                    self._run(request)
+                    plan.add(request)
+                case Verdict.LOAD:
+                    request.move(RequestState.WAITING_FOR_REMOTE_KVS, self._clock())
+                    self._loading[request.request_id] = request
+                case Verdict.PUT_ASIDE:
+                    put_aside.append(request)
+                case Verdict.NO_ROOM:
+                    self._waiting.push_front([request])
+                    break
+        self._waiting.push_front(put_aside)
+
+    def _run(self, request: Request) -> None:
+        request.move(RequestState.RUNNING, self._clock())
+        self._running[request.request_id] = request
+
+    # What came of it
+
+    def update(self, batch: Batch, result: BatchResult) -> list[RequestOutput]:
+        """Takes the worker's answer in. Requests that ended since `schedule` are passed over."""
+        if result.connector_output:
+            self._take_reports(result.connector_output)
+        for scheduled in batch.requests:
+            request = self._requests.get(scheduled.request_id)
+            if request is not None and request.state is RequestState.RUNNING:
+                self._advance(request, scheduled, result.sampled)
+        outputs, self._outbox = self._outbox, []
+        return outputs
+
+    def _advance(self, request: Request, scheduled: ScheduledRequest, sampled: Mapping[str, SampledToken]) -> None:
+        start = scheduled.num_computed_tokens
+        end = start + len(scheduled.token_ids)
+        request.num_computed_tokens = end
+        if start < request.num_prompt_tokens:
+            self.counters.prompt_tokens_computed += min(end, request.num_prompt_tokens) - start
+        # What was computed on top of KV that is not confirmed is not to be trusted either.
+        if request.request_id not in self._transfers or self._transfers.find_load(request.request_id) is None:
+            self._blocks.publish(request, start // self._blocks.block_size)
+        if scheduled.sampling is not None:
+            self._append(request, sampled[request.request_id])
+
+    def _append(self, request: Request, token: SampledToken) -> None:
+        request.append_output(token)
+        self.counters.generated_tokens += 1
+        state = request.finish_state_for(token.token_id)
+        if state is None and request.num_tokens >= self._max_num_tokens:
+            state = RequestState.FINISHED_LENGTH
+        if state is None:
+            self._outbox.append(RequestOutput.of(request, (token,)))
+        else:
+            self._finish(request, state, new_tokens=(token,))
+
+    def _finish(
+        self,
+        request: Request,
+        state: RequestState,
+        *,
+        new_tokens: Sequence[SampledToken] = (),
+        error: tuple[ErrorKind, str] | None = None,
+        is_fenced: bool = True,
+    ) -> None:
+        """The one way out for every request."""
+        request.move(state, self._clock())
+        request.error = error
+        del self._requests[request.request_id]
+        self._waiting.discard(request.request_id)
+        for place in (self._running, self._loading, self._loaded):
+            place.pop(request.request_id, None)
+        kv_transfer_params = self._hand_over_blocks(request, is_fenced)
+        self._blocks.release(request)
+        self._outbox.append(RequestOutput.of(request, new_tokens, state, kv_transfer_params))
+        self._is_stalled = False
+
+    def _hand_over_blocks(self, request: Request, is_fenced: bool) -> dict[str, object] | None:
+        """Leaves the blocks pinned if a transfer may still touch them."""
+        if self.connector is None:
+            return None
+        is_held, kv_transfer_params = self.connector.request_finished(request, tuple(request.block_ids))
+        if not is_held and is_fenced:
+            self._transfers.end_all(request.request_id)
+        elif request.request_id not in self._transfers:
+            self._transfers.begin_ship(request.request_id, request.block_ids)
+        return kv_transfer_params
+
+    # Transfers' ends. An id may be late, repeated, or unknown: counted, never an error.
+
+    def _take_reports(self, output: ConnectorOutput) -> None:
+        self._is_stalled = False
+        for request_id, failure in output.failed.items():
+            self._count_if_late(self._on_failed(request_id, failure))
+        for request_id, result in output.received.items():
+            self._count_if_late(self._on_received(request_id, result))
+        for request_id in output.sent:
+            self._count_if_late(self._on_sent(request_id))
+
+    def _count_if_late(self, was_open: bool) -> None:
+        self.counters.num_late_connector_ids += not was_open
+
+    def _on_sent(self, request_id: str) -> bool:
+        if self._transfers.end_ship(request_id):
+            return True
+        # A cancelled or unfenced load of a request that is gone ends this way, too.
+        return request_id not in self._requests and self._transfers.end_load(request_id)
+
+    def _on_received(self, request_id: str, result: LoadResult) -> bool:
+        load = self._transfers.find_load(request_id)
+        if load is None:
+            return False
+        self._transfers.end_load(request_id)
+        request = self._requests.get(request_id)
+        if request is not None:
+            self._confirm_load(request, load, result)
+        return True
+
+    def _confirm_load(self, request: Request, load: Load, result: LoadResult) -> None:
+        """The KV is in and proven: other requests may find it."""
+        self.counters.prompt_tokens_loaded += load.num_tokens
+        if request.num_cached_tokens is None:
+            request.num_cached_tokens = max(load.start, result.num_remote_cached_tokens)
+        if request.state is RequestState.WAITING_FOR_REMOTE_KVS and result.first_token is None:
+            # Some forward has to yield the logits of the last token.
+            request.num_computed_tokens = min(request.num_computed_tokens, request.num_tokens - 1)
+        self._blocks.publish(request, 0)
+        if request.state is RequestState.WAITING_FOR_REMOTE_KVS:
+            self._leave_loading(request, result.first_token)
+
+    def _leave_loading(self, request: Request, first_token: SampledToken | None) -> None:
+        if first_token is not None:
+            self._append(request, first_token)
+        if not request.is_finished:
+            request.move(RequestState.WAITING, self._clock())
+            self._loaded[request.request_id] = self._loading.pop(request.request_id)
+
+    def _on_failed(self, request_id: str, failure: LoadFailure) -> bool:
+        if request_id not in self._transfers:
+            return False
+        load = self._transfers.find_load(request_id)
+        if failure.is_fenced:
+            self._transfers.end_all(request_id)
+        request = self._requests.get(request_id)
+        if request is not None:
+            self._lose_kv(request, load, failure)
+        return True
+
+    def _lose_kv(self, request: Request, load: Load | None, failure: LoadFailure) -> None:
+        """The policy: an error. Recomputing would roll `num_computed_tokens` back to `load.start` instead."""
+        if load is not None:
+            self._blocks.forget(request, load.start)
+        error = (failure.kind, failure.reason)
+        self._finish(request, RequestState.FINISHED_ERROR, error=error, is_fenced=failure.is_fenced)

@@ -1,0 +1,44 @@
+"""One scheduling pass in the making: what is left of the token budget, and who got a share."""
+
+from collections.abc import Sequence
+
+from engine.batch import ScheduledRequest
+from engine.request import Request
+
+
+class StepPlan:
+    def __init__(self, budget: int, long_prefill_token_threshold: int) -> None:
+        self.budget = budget
+        self.num_preempted = 0
+        self.scheduled: dict[str, ScheduledRequest] = {}
+        self._max_chunk = long_prefill_token_threshold or budget
+
+    def add(self, request: Request) -> None:
+        """`request` runs in this step: from its first token that is not computed, as many as fit."""
+        num_tokens = min(request.num_tokens - request.num_computed_tokens, self._max_chunk, self.budget)
+        self.budget -= num_tokens
+        self.scheduled[request.request_id] = _share_of(request, num_tokens)
+
+
+def _share_of(request: Request, num_tokens: int) -> ScheduledRequest:
+    start = request.num_computed_tokens
+    end = start + num_tokens
+    sampling = request.sampling if end == request.num_tokens else None
+    needs_history = sampling is not None and sampling.needs_history
+    output_position = request.num_output_tokens
+    return ScheduledRequest(
+        request_id=request.request_id,
+        token_ids=request.token_ids[start:end],
+        num_computed_tokens=start,
+        block_ids=tuple(request.block_ids),
+        sampling=sampling,
+        output_position=output_position,
+        banned_token_ids=_banned(request) if output_position < request.sampling.min_tokens else (),
+        prompt_token_ids=tuple(request.prompt_token_ids) if needs_history else (),
+        output_token_ids=tuple(request.token_ids[request.num_prompt_tokens :]) if needs_history else (),
+    )
+
+
+def _banned(request: Request) -> Sequence[int]:
+    end_tokens = frozenset() if request.sampling.ignore_eos else request.eos_token_ids
+    return sorted(end_tokens.union(request.sampling.stop_token_ids))

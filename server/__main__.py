@@ -1,0 +1,59 @@
+"""`pdserve server`: flags to config, build, run, exit code."""
+
+import logging
+import socket
+import sys
+from collections.abc import Sequence
+
+from connector.link import Links
+from connector.parent_link import ParentLink
+from connector.zmq_link import ZmqLinks
+from engine.flags import parse_flags, run_command
+from engine.model_source import resolve_model
+from server.app import create_app
+from server.config import ServerConfig
+from server.http_server import HttpServer, bind, url_of
+from server.model_assets import load_model_assets
+from server.service import Service
+
+logger = logging.getLogger(__name__)
+
+PROG = "pdserve server"
+
+
+def main(argv: Sequence[str]) -> int:
+    """Serves until a signal."""
+    return run_command(PROG, lambda: run(parse_flags(ServerConfig, argv, PROG)))
+
+
+def run(config: ServerConfig) -> int:
+    """Raises `ConfigError` before anything is started. The port comes first: it is what most often is taken."""
+    logging.basicConfig(level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logging.getLogger("uvicorn").setLevel(logging.WARNING)
+    parent = None if config.parent_fd is None else ParentLink(config.parent_fd)
+    with bind(config.host, config.port) as listener:
+        service = Service(config, load_model_assets(resolve_model(config.model)))
+        links = ZmqLinks("server")
+        try:
+            _serve(service, links, listener, parent)
+        finally:
+            links.close()
+    return 0
+
+
+def _serve(service: Service, links: Links, listener: socket.socket, parent: ParentLink | None) -> None:
+    url = url_of(listener)
+
+    def on_listening() -> None:
+        logger.info("listening on %s", url)
+        if parent is not None:
+            parent.announce({"url": url})
+
+    server = HttpServer(create_app(service, links), drain=service.drain, on_listening=on_listening)
+    if parent is not None:
+        parent.watch(server.stop)
+    server.run(sockets=[listener])
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

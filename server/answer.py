@@ -1,0 +1,143 @@
+"""The shape of one request's answer. What both endpoints share is here; `chat` and `completions` fill in the choices.
+
+Events of a stream, in order: the opening (one first chunk per choice, if the endpoint has them), text, one finishing
+chunk per choice, the usage chunk if asked for, and [DONE].
+"""
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import orjson
+
+from server.choice import Delta
+from server.generation import Generation
+from server.tokenizer import Tokenizer
+
+DONE = b"data: [DONE]\n\n"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnswerOptions:
+    """Whose answer it is, and what the client wants in it besides the text."""
+
+    request_id: str
+    model: str
+    tokenizer: Tokenizer
+    num_per_prompt: int = 1
+    num_top_logprobs: int | None = None
+    """None: no logprobs at all."""
+    return_token_ids: bool = False
+    include_usage: bool = False
+    continuous_usage: bool = False
+
+
+class Answer(ABC):
+    """Turns deltas into response bytes."""
+
+    id_prefix: str
+    object_name: str
+    chunk_object_name: str
+
+    def __init__(self, options: AnswerOptions, generation: Generation) -> None:
+        self.options = options
+        self.generation = generation
+        self._id = f"{self.id_prefix}-{options.request_id}"
+        self._created = int(time.time())
+
+    @abstractmethod
+    def opening_choices(self) -> list[dict[str, Any]]:
+        """First chunk of each choice; [] where the stream starts with text."""
+
+    @abstractmethod
+    def chunk_choice(self, delta: Delta) -> dict[str, Any]:
+        """A choice in a stream chunk, less finish_reason and token ids."""
+
+    @abstractmethod
+    def whole_choice(self, whole: Delta) -> dict[str, Any]:
+        """A choice of a response in one piece, less finish_reason and token ids."""
+
+    def prompt_fields(self) -> dict[str, Any]:
+        """Top-level fields about the prompt, for the opening of a stream or the whole response."""
+        return {}
+
+    def opening(self) -> bytes:
+        extra = self.prompt_fields()
+        return b"".join(self._event([choice], extra, num_output_tokens=0) for choice in self.opening_choices())
+
+    def events(self, deltas: Sequence[Delta]) -> bytes:
+        return b"".join(self._event([self._streamed(delta)]) for delta in deltas if delta.shows)
+
+    def closing(self) -> bytes:
+        if not self.options.include_usage:
+            return DONE
+        return sse({**self._header(self.chunk_object_name), "choices": [], "usage": self._usage()}) + DONE
+
+    def whole(self, deltas: Sequence[Delta]) -> bytes:
+        """The response in one piece; `deltas` are all there were."""
+        merged = [Delta(choice.index) for choice in self.generation.choices]
+        for delta in deltas:
+            _merge(merged[delta.index], delta)
+        choices = [self._finished(self.whole_choice(whole), whole) for whole in merged]
+        header = self._header(self.object_name)
+        return orjson.dumps({**header, "choices": choices, "usage": self._usage(), **self.prompt_fields()})
+
+    def _streamed(self, delta: Delta) -> dict[str, Any]:
+        choice = self.chunk_choice(delta)
+        if delta.finish_reason is not None:
+            return self._finished(choice, delta)
+        choice["finish_reason"] = None
+        return self._with_token_ids(choice, delta)
+
+    def _finished(self, choice: dict[str, Any], delta: Delta) -> dict[str, Any]:
+        choice["finish_reason"] = delta.finish_reason
+        choice["stop_reason"] = delta.stop_reason
+        return self._with_token_ids(choice, delta)
+
+    def _with_token_ids(self, choice: dict[str, Any], delta: Delta) -> dict[str, Any]:
+        if self.options.return_token_ids:
+            choice["token_ids"] = [token.token_id for token in delta.tokens]
+        return choice
+
+    def _event(
+        self,
+        choices: list[dict[str, Any]],
+        extra: Mapping[str, Any] = MappingProxyType({}),
+        *,
+        num_output_tokens: int | None = None,
+    ) -> bytes:
+        chunk = {**self._header(self.chunk_object_name), "choices": choices, **extra}
+        if self.options.continuous_usage:
+            chunk["usage"] = self._usage(num_output_tokens)
+        return sse(chunk)
+
+    def _header(self, object_name: str) -> dict[str, Any]:
+        return {"id": self._id, "object": object_name, "created": self._created, "model": self.options.model}
+
+    def _usage(self, num_output_tokens: int | None = None) -> dict[str, Any]:
+        choices = self.generation.choices
+        prompts = choices[:: self.options.num_per_prompt]
+        num_prompt = sum(choice.num_prompt_tokens for choice in prompts)
+        if num_output_tokens is None:
+            num_output_tokens = sum(choice.num_tokens for choice in choices)
+        return {
+            "prompt_tokens": num_prompt,
+            "completion_tokens": num_output_tokens,
+            "total_tokens": num_prompt + num_output_tokens,
+            "prompt_tokens_details": {"cached_tokens": sum(choice.num_cached_tokens for choice in prompts)},
+        }
+
+
+def sse(value: dict[str, Any]) -> bytes:
+    """One server-sent event."""
+    return b"data: " + orjson.dumps(value) + b"\n\n"
+
+
+def _merge(whole: Delta, delta: Delta) -> None:
+    whole.text += delta.text
+    whole.tokens += delta.tokens
+    if delta.finish_reason is not None:
+        whole.finish_reason, whole.stop_reason = delta.finish_reason, delta.stop_reason

@@ -1,0 +1,79 @@
+"""One sequence's output as the client will see it: text, the tokens behind it, and how it ended."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from connector.server_messages import TokenOutput
+from engine.request import SampledToken
+from server.detokenizer import Detokenizer
+from server.stop_strings import StopStrings
+from server.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OutputOptions:
+    """How token ids become text."""
+
+    stop: tuple[str, ...] = ()
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    min_tokens: int = 0
+
+
+@dataclass(slots=True)
+class Delta:
+    """What a choice gained. `tokens` are those whose text is in `text`, or was held back until now."""
+
+    index: int
+    text: str = ""
+    tokens: list[SampledToken] = field(default_factory=list)
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+    @property
+    def shows(self) -> bool:
+        """Whether there is anything to tell the client."""
+        return bool(self.text or self.tokens) or self.finish_reason is not None
+
+
+class Choice:
+    """Turns outputs into deltas. The client's stop strings end it here, before the node knows."""
+
+    def __init__(self, index: int, tokenizer: Tokenizer, prompt: Sequence[int], options: OutputOptions) -> None:
+        self.index = index
+        self.num_prompt_tokens = len(prompt)
+        self.num_tokens = 0
+        self.num_cached_tokens = 0
+        self._options = options
+        self._detokenizer = Detokenizer(tokenizer, prompt, skip_special_tokens=options.skip_special_tokens)
+        self._stops = StopStrings(options.stop, include_in_output=options.include_stop_str_in_output)
+        self._held_tokens: list[SampledToken] = []
+
+    def add(self, output: TokenOutput) -> Delta:
+        """The delta of one output. After one with a finish reason no other may be added."""
+        self.num_cached_tokens = max(self.num_cached_tokens, output.num_cached_tokens)
+        delta = Delta(self.index, finish_reason=output.finish_reason, stop_reason=output.stop_reason)
+        delta.text = self._read(output)
+        if delta.finish_reason is not None:
+            delta.text += self._stops.feed(self._detokenizer.flush()) + self._stops.flush()
+        if self._stops.matched is not None:
+            delta.finish_reason, delta.stop_reason = "stop", self._stops.matched
+        if delta.text or delta.finish_reason is not None:
+            delta.tokens, self._held_tokens = self._held_tokens, []
+        return delta
+
+    def _read(self, output: TokenOutput) -> str:
+        """The text that the output's tokens free. Stops at a stop string."""
+        hides_last = output.finish_reason == "stop" and not self._options.include_stop_str_in_output
+        text = ""
+        for position, token in enumerate(output.tokens, start=1):
+            self.num_tokens += 1
+            self._held_tokens.append(token)
+            if not (hides_last and position == len(output.tokens)):
+                text += self._checked(self._detokenizer.feed(token.token_id))
+            if self._stops.matched is not None:
+                break
+        return text
+
+    def _checked(self, piece: str) -> str:
+        return self._stops.feed(piece) if self.num_tokens >= self._options.min_tokens else piece

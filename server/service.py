@@ -1,0 +1,123 @@
+"""What the routes call: admission, prompts in, generations out. No HTTP here."""
+
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from uuid import uuid4
+
+from engine.errors import ErrorKind, PdserveError, RequestError, ServingError
+from engine.sampling_params import SamplingParams
+from server.choice import Choice, OutputOptions
+from server.config import ServerConfig
+from server.fleet import Fleet, Flight
+from server.generation import Generation
+from server.metrics import Metrics, SequenceBooks
+from server.model_assets import ModelAssets
+from server.node_client import OutputSink
+from server.prompts import Prompt, PromptReader
+
+MAX_SEQUENCES = 1024
+"""Most sequences of one request: prompts times n."""
+
+
+class UnknownModel(RequestError):
+    """The request names a model that is not served."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(f"The model `{name}` does not exist.", param="model")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """One sequence to generate."""
+
+    prompt: Prompt
+    sampling: SamplingParams
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Submission:
+    """Everything one HTTP request asks of the nodes; choice i is job i."""
+
+    request_id: str
+    """The client's, or one made for it; need not be unique."""
+    arrival: float
+    """On the monotonic clock."""
+    jobs: Sequence[Job]
+    options: OutputOptions
+    cache_salt: str = ""
+
+
+class Service:
+    """One model behind one fleet."""
+
+    def __init__(self, config: ServerConfig, assets: ModelAssets) -> None:
+        self.config = config
+        self.assets = assets
+        self.started_at = int(time.time())
+        self.prompts = PromptReader(assets)
+        self.metrics = Metrics(config.model_names[0])
+        self.fleet = Fleet(config, self.metrics)
+        self._is_draining = False
+        self._generations: set[Generation] = set()
+
+    def model_name(self, requested: str | None) -> str:
+        """The name to answer with. Raises `UnknownModel`."""
+        if requested is None:
+            return self.config.model_names[0]
+        if requested not in self.config.model_names:
+            raise UnknownModel(requested)
+        return requested
+
+    def admit(self) -> int:
+        """The longest prompt plus output served now. Raises `ServingError` if nothing can be served."""
+        if self._is_draining:
+            raise ServingError("the server is shutting down", kind=ErrorKind.NO_NODE_READY)
+        max_model_len = self.fleet.max_model_len
+        if max_model_len is None or (reason := self.fleet.no_decode_reason) is not None:
+            reason = self.fleet.no_decode_reason or "no decode node is ready"
+            raise ServingError(reason, kind=ErrorKind.NO_NODE_READY)
+        return max_model_len
+
+    @property
+    def not_ready_reason(self) -> str | None:
+        return "shutting down" if self._is_draining else self.fleet.not_ready_reason
+
+    def start(self, submission: Submission) -> Generation:
+        """Sends all jobs off. The caller must use the generation as a context manager."""
+        if len(submission.jobs) > MAX_SEQUENCES:
+            raise RequestError(f"prompts times n must be at most {MAX_SEQUENCES}", param="n")
+        generation = Generation(on_close=self._generations.discard)
+        self._generations.add(generation)
+        # Clients choose request ids freely, and twice the same; what crosses to the nodes must be unique.
+        unique = f"{submission.request_id}-{uuid4().hex[:12]}"
+        try:
+            for index in range(len(submission.jobs)):
+                self._launch(generation, submission, index, f"{unique}-{index}")
+        except PdserveError as error:
+            generation.abort(error)
+            generation.close()
+            raise
+        generation.expire_in(self.config.request_timeout)
+        return generation
+
+    async def drain(self) -> None:
+        """Admits nothing more, lets running requests go on for a while, then ends them with an error."""
+        self._is_draining = True
+        deadline = time.monotonic() + self.config.shutdown_timeout
+        while self._generations and time.monotonic() < deadline:
+            await asyncio.sleep(0.02)
+        error = ServingError("the server is shutting down", kind=ErrorKind.NO_NODE_READY)
+        for generation in list(self._generations):
+            generation.abort(error)
+
+    def _launch(self, generation: Generation, submission: Submission, index: int, unique_id: str) -> None:
+        job = submission.jobs[index]
+        token_ids = job.prompt.token_ids
+
+        def launch(sink: OutputSink) -> Flight:
+            return self.fleet.submit(unique_id, token_ids, job.sampling, submission.cache_salt, sink)
+
+        choice = Choice(index, self.assets.tokenizer, token_ids, submission.options)
+        generation.add(choice, SequenceBooks(self.metrics, len(token_ids), submission.arrival), launch)

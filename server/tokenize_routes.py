@@ -1,0 +1,40 @@
+"""POST /tokenize and /detokenize"""
+
+from typing import Any
+
+from fastapi import APIRouter
+
+from engine.errors import RequestError
+from server.prompts import Prompt
+from server.protocol import DetokenizeBody, TokenizeBody, refuse_unsupported
+from server.service import Service
+
+
+def tokenize_routes(service: Service) -> APIRouter:
+    router = APIRouter()
+
+    @router.post("/tokenize")
+    async def tokenize(body: TokenizeBody) -> dict[str, Any]:
+        service.model_name(body.model)
+        refuse_unsupported(body)
+        max_model_len = service.admit()
+        ids = list((await _prompt(body, service, max_model_len)).token_ids)
+        file = service.assets.tokenizer.file
+        strings = [file.id_to_token(token_id) for token_id in ids] if body.return_token_strs else None
+        return {"count": len(ids), "max_model_len": max_model_len, "tokens": ids, "token_strs": strings}
+
+    @router.post("/detokenize")
+    async def detokenize(body: DetokenizeBody) -> dict[str, str]:
+        service.model_name(body.model)
+        return {"prompt": service.assets.tokenizer.decode(body.tokens, skip_special_tokens=False)}
+
+    return router
+
+
+async def _prompt(body: TokenizeBody, service: Service, max_model_len: int) -> Prompt:
+    if (body.prompt is None) == (body.messages is None):
+        raise RequestError("give either prompt or messages", param="prompt")
+    if body.messages is not None:
+        return await service.prompts.read_chat(body.messages, body, max_model_len)
+    add_special = body.add_special_tokens is not False
+    return await service.prompts.read_text(body.prompt or "", max_model_len, add_special_tokens=add_special)
