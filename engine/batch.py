@@ -86,7 +86,8 @@ class ConnectorOutput:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchResult:
-    """The worker's answer: a token for every request of the batch that had `sampling` set."""
+    """The worker's answer: a token for every request of the batch that had `sampling` set, or why there is none."""
 
     sampled: Mapping[str, SampledToken] = field(default_factory=dict)
+    unsampled: Mapping[str, str] = field(default_factory=dict)
     connector_output: ConnectorOutput = ConnectorOutput()

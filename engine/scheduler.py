@@ -27,7 +27,7 @@ grows. The one preempted is the last admitted whose blocks no transfer needs. Pr
 Whoever may still touch a block owns it: a finished request's blocks stay pinned until its transfers are over.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from itertools import chain
 
 from engine.admission import Admission, Verdict
@@ -242,11 +242,16 @@ class Scheduler:
         for scheduled in batch.requests:
             request = self._requests.get(scheduled.request_id)
             if request is not None and request.state is RequestState.RUNNING:
-                self._advance(request, scheduled, result.sampled)
+                self._advance(request, scheduled, result)
         outputs, self._outbox = self._outbox, []
         return outputs
 
-    def _advance(self, request: Request, scheduled: ScheduledRequest, sampled: Mapping[str, SampledToken]) -> None:
+    def _advance(self, request: Request, scheduled: ScheduledRequest, result: BatchResult) -> None:
+        why_not = result.unsampled.get(request.request_id)
+        if why_not is not None:
+            self._blocks.forget(request, 0)
+            self._finish(request, RequestState.FINISHED_ERROR, error=(ErrorKind.INTERNAL, why_not))
+            return
         start = scheduled.num_computed_tokens
         end = start + len(scheduled.token_ids)
         request.num_computed_tokens = end
@@ -256,7 +261,7 @@ class Scheduler:
         if request.request_id not in self._transfers or self._transfers.find_load(request.request_id) is None:
             self._blocks.publish(request, start // self._blocks.block_size)
         if scheduled.sampling is not None:
-            self._append(request, sampled[request.request_id])
+            self._append(request, result.sampled[request.request_id])
 
     def _append(self, request: Request, token: SampledToken) -> None:
         request.append_output(token)

@@ -4,15 +4,20 @@ and KV.
     bind metadata -> start_load_kv -> forward, two hooks per layer -> wait_for_save -> sample -> get_finished -> clear
 """
 
+from collections.abc import Sequence
+
 import torch
 
-from engine.batch import Batch, BatchResult
+from engine.batch import Batch, BatchResult, ScheduledRequest
 from engine.decoder import Decoder
 from engine.forward_inputs import build_forward_inputs
 from engine.kv_cache import KVCache
 from engine.kv_connector import WorkerConnector
 from engine.request import SampledToken
-from engine.sampler import Sampler
+from engine.sampler import BadLogits, Sampler
+
+Sampling = tuple[dict[str, SampledToken], dict[str, str]]
+"""Tokens, and why there is none, by request id."""
 
 
 class Worker:
@@ -32,7 +37,8 @@ class Worker:
     def execute(self, batch: Batch) -> BatchResult:
         """Computes the batch's tokens; one without requests lets the connector report."""
         if self._connector is None:
-            return BatchResult(sampled=self._compute(batch, None))
+            sampled, unsampled = self._compute(batch, None)
+            return BatchResult(sampled=sampled, unsampled=unsampled)
         return self._execute_connected(batch, self._connector)
 
     def shutdown(self) -> None:
@@ -43,21 +49,29 @@ class Worker:
         connector.bind_connector_metadata(batch.connector_metadata)
         try:
             connector.start_load_kv()
-            sampled = self._compute(batch, connector)
+            sampled, unsampled = self._compute(batch, connector)
             connector.wait_for_save()
             # The batch names no finished requests: a connector that needs them has them in its own metadata.
-            return BatchResult(sampled=sampled, connector_output=connector.get_finished(frozenset()))
+            output = connector.get_finished(frozenset())
+            return BatchResult(sampled=sampled, unsampled=unsampled, connector_output=output)
         finally:
             connector.clear_connector_metadata()
 
     @torch.inference_mode()
-    def _compute(self, batch: Batch, hooks: WorkerConnector | None) -> dict[str, SampledToken]:
+    def _compute(self, batch: Batch, hooks: WorkerConnector | None) -> Sampling:
         if not batch.requests:
-            return {}
+            return {}, {}
         config = self._decoder.config
         inputs = build_forward_inputs(batch.requests, self._kv_cache.layout, config.windows)
         logits = self._decoder.forward(inputs, self._kv_cache, hooks)
-        if not inputs.sampled_requests:
-            return {}
-        tokens = self._sampler(logits, inputs.sampled_requests)
-        return {request.request_id: token for request, token in zip(inputs.sampled_requests, tokens, strict=True)}
+        return self._sample(logits, inputs.sampled_requests)
+
+    def _sample(self, logits: torch.Tensor, requests: Sequence[ScheduledRequest]) -> Sampling:
+        """One request's bad numbers must not cost the others their step: its row is left out and named."""
+        try:
+            tokens = self._sampler(logits, requests)
+        except BadLogits as error:
+            good = [row for row, request in enumerate(requests) if request.request_id not in error.request_ids]
+            sampled, _ = self._sample(logits[good], [requests[row] for row in good])
+            return sampled, dict.fromkeys(error.request_ids, "the model's output is not finite")
+        return {request.request_id: token for request, token in zip(requests, tokens, strict=True)}, {}

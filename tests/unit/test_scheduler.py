@@ -4,9 +4,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from engine.batch import Batch
+from engine.batch import Batch, BatchResult
 from engine.engine import Engine
-from engine.errors import RequestError
+from engine.errors import ErrorKind, RequestError
 from engine.request import RequestState
 from engine.scheduler import Scheduler
 from tests.builders import (
@@ -391,6 +391,19 @@ def test_an_abort_between_schedule_and_update_discards_the_token(rig: Rig) -> No
     assert [(output.request_id, output.finish_state) for output in outputs] == [("r", S.FINISHED_ABORTED)]
     assert rig.scheduler.counters.generated_tokens == 0
     assert rig.step() == {"r": 5}
+
+
+def test_a_request_that_could_not_be_sampled_ends_alone_and_its_kv_is_found_by_nobody(rig: Rig) -> None:
+    rig.add(33, request_id="bad")
+    rig.add(5, request_id="good")
+    batch = rig.scheduler.schedule()
+    sampled = {"good": rig.worker.execute(batch).sampled["good"]}
+    outputs = rig.scheduler.update(batch, BatchResult(sampled=sampled, unsampled={"bad": "not finite"}))
+    final = final_of(outputs, "bad")
+    assert (final.finish_state, final.error) == (S.FINISHED_ERROR, (ErrorKind.INTERNAL, "not finite"))
+    again = rig.add(33, request_id="again")
+    rig.step()
+    assert again.num_cached_tokens == 0
 
 
 def test_moves_carry_the_time_of_the_clock_handed_in() -> None:

@@ -117,6 +117,19 @@ class TestExecute:
         make_worker(model).execute(Batch(step=1, requests=requests))
         assert shapes == [(2, 300)]
 
+    def test_bad_numbers_of_one_request_cost_no_other_its_token(self, tiny_model: MakeModel) -> None:
+        connector = RecordingConnector()
+        worker = make_worker(tiny_model("llama"), connector)
+        good = prompt_share("good", 9, first_block=3)
+        alone = worker.execute(Batch(step=1, requests=[good])).sampled["good"].token_id
+        connector.kv_caches[1][20].fill_(torch.nan)
+        bad = prompt_share("bad", 1, first_block=20)._replace(num_computed_tokens=4)
+        result = worker.execute(Batch(step=2, requests=[bad, good]))
+        assert result.sampled["good"].token_id == alone
+        assert result.sampled.keys() == {"good"}
+        assert result.unsampled.keys() == {"bad"}
+        assert worker.execute(Batch(step=3, requests=[bad])).unsampled.keys() == {"bad"}
+
     def test_a_step_without_requests(self, tiny_model: MakeModel) -> None:
         assert make_worker(tiny_model("llama")).execute(Batch(step=1)) == BatchResult()
 
