@@ -10,10 +10,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import uvicorn
-from fastapi import FastAPI, Response
+from fastapi import Body, FastAPI, Response
 from fastapi.responses import JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 
+from connector import failpoints
 from engine.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -30,7 +31,7 @@ class AdminView:
     """Empty when ready."""
     registry: CollectorRegistry
     debug_state: Callable[[], Mapping[str, object]] | None
-    """None: /debug/state is not served."""
+    """None: nothing under /debug is served."""
 
 
 def create_admin_app(view: AdminView) -> FastAPI:
@@ -56,7 +57,27 @@ def create_admin_app(view: AdminView) -> FastAPI:
         def state() -> JSONResponse:
             return JSONResponse(dict(debug_state()))
 
+        _serve_failpoints(app)
+
     return app
+
+
+def _serve_failpoints(app: FastAPI) -> None:
+    """GET lists what is armed. POST {"arm": spec, "disarm": [name, ...]}; to disarm releases a pause."""
+
+    @app.get("/debug/failpoints")
+    def listed() -> JSONResponse:
+        return JSONResponse(failpoints.describe())
+
+    @app.post("/debug/failpoints")
+    def change(arm: str = Body(""), disarm: list[str] = Body([])) -> JSONResponse:  # noqa: B008
+        try:
+            failpoints.arm(arm)
+        except ConfigError as error:
+            return JSONResponse({"error": str(error)}, status_code=400)
+        for name in disarm:
+            failpoints.disarm(name)
+        return listed()
 
 
 class AdminEndpoint:

@@ -13,19 +13,24 @@ from dataclasses import dataclass
 import torch
 import xxhash
 
+from connector import failpoints
 from connector.codec import encode
 from connector.kv_unit import copy_unit, gather_unit, unit_num_bytes
+from connector.leases import Lease, LeaseError, LeaseTable
 from connector.link import Frame
 from connector.peer_messages import (
     FromPrefill,
     PeerHello,
     Prefill,
     PrefillDone,
+    Pull,
     TransferClosed,
+    TransferFailed,
     Transport,
     Unit,
 )
 from connector.shared_kv import PeerKVMemory
+from engine.errors import ErrorKind
 
 logger = logging.getLogger(__name__)
 
@@ -53,6 +58,8 @@ class OutgoingTransfer:
     start: int
     end: int
     is_cancelled: bool = False
+    lease: Lease | None = None
+    """What is read, where that is held KV and not a running request's."""
     computed_at: float = 0.0
     """When the last layer of the prompt was saved."""
 
@@ -78,9 +85,10 @@ class Shipping:
 
     epoch: str
     send: Callable[[Sequence[Frame]], None]
-    on_closed: Callable[[str], None]
-    """Told the id of each transfer that is over; called in the peer's thread."""
+    on_closed: Callable[[OutgoingTransfer], None]
+    """Told each transfer that is over; called in the peer's thread."""
     counters: SenderCounters
+    leases: LeaseTable
     clock: Callable[[], float]
 
 
@@ -104,6 +112,7 @@ class DecodePeer:
         self._send = shipping.send
         self._on_closed = shipping.on_closed
         self._counters = shipping.counters
+        self._leases = shipping.leases
         self._clock = shipping.clock
         self._credit_bytes = hello.credit_bytes
         self._in_flight = 0
@@ -119,11 +128,17 @@ class DecodePeer:
 
     # Called by the engine's and the link's thread
 
-    def open(self, grant: Prefill) -> None:
-        self.transfers[grant.transfer_id] = OutgoingTransfer(grant.transfer_id, grant.block_ids, grant.start, grant.end)
+    def open(self, order: Prefill | Pull, lease: Lease | None = None) -> OutgoingTransfer:
+        transfer = OutgoingTransfer(order.transfer_id, order.block_ids, order.start, order.end, lease=lease)
+        self.transfers[order.transfer_id] = transfer
+        return transfer
 
     def save(self, transfer: OutgoingTransfer, layer: int, span: range, block_ids: Sequence[int]) -> None:
         self._queue.put(_SendUnit(transfer, layer, span, block_ids, self._clock()))
+
+    def say(self, message: FromPrefill) -> None:
+        """At once, ahead of units that wait in the queue."""
+        self._send([encode(message)])
 
     def end(self, transfer: OutgoingTransfer, message: FromPrefill) -> None:
         """`message` follows the last unit; after it nothing of the transfer is read or sent."""
@@ -137,7 +152,7 @@ class DecodePeer:
 
     def refuse(self, transfer_id: str) -> None:
         """Answers for a transfer that we do not know: nothing of it will come."""
-        self._send([encode(TransferClosed(transfer_id=transfer_id, epoch=self._own_epoch))])
+        self.say(TransferClosed(transfer_id=transfer_id, epoch=self._own_epoch))
 
     def credit(self, num_bytes: int) -> None:
         with self._changed:
@@ -170,15 +185,20 @@ class DecodePeer:
 
     def _ship(self, item: _SendUnit) -> None:
         num_bytes = unit_num_bytes(self._kv_caches[item.layer], item.span.start, item.span.stop)
+        if item.transfer.is_cancelled or not (self._memory or self._wait_for_credit(item.transfer, num_bytes)):
+            return
+        if failpoints.armed and failpoints.hit(f"prefill.before_send.layer{item.layer}"):
+            self.credit(num_bytes)
+            return
         if self._memory is not None:
             self._ship_by_memory(item, self._memory, num_bytes)
-        elif self._wait_for_credit(item.transfer, num_bytes):
+        else:
             self._ship_by_message(item, num_bytes)
+        if failpoints.armed:
+            failpoints.hit(f"prefill.after_send.layer{item.layer}")
 
     def _ship_by_memory(self, item: _SendUnit, memory: PeerKVMemory, num_bytes: int) -> None:
         transfer = item.transfer
-        if transfer.is_cancelled:
-            return
         source, target = self._kv_caches[item.layer], memory.kv_caches[item.layer]
         copy_unit(source, item.block_ids, target, transfer.block_ids, item.span)
         self._send_unit(item, num_bytes, b"", [])
@@ -223,11 +243,27 @@ class DecodePeer:
     def _finish(self, item: _End) -> None:
         if self.transfers.get(item.transfer.transfer_id) is not item.transfer:
             return
-        if not self._is_lost:
-            self._send([encode(item.message)])
+        place = "prefill.before_done" if isinstance(item.message, PrefillDone) else "prefill.before_closed"
+        is_dropped = bool(failpoints.armed) and failpoints.hit(place)
+        message = item.message if item.transfer.lease is None else self._end_read(item.transfer.lease, item)
+        if not (self._is_lost or is_dropped):
+            self.say(message)
         del self.transfers[item.transfer.transfer_id]
-        if isinstance(item.message, PrefillDone):
+        if isinstance(message, PrefillDone):
             self._counters.num_transfers_sent += 1
         else:
             self._counters.num_transfers_closed += 1
-        self._on_closed(item.transfer.transfer_id)
+        self._on_closed(item.transfer)
+
+    def _end_read(self, lease: Lease, item: _End) -> FromPrefill:
+        """The last word, which is another one if the lease has ended meanwhile."""
+        try:
+            self._leases.end_read(lease, was_read=isinstance(item.message, PrefillDone) and not self._is_lost)
+        except LeaseError as error:
+            return TransferFailed(
+                transfer_id=item.transfer.transfer_id,
+                epoch=self._own_epoch,
+                kind=ErrorKind.KV_LOAD_FAILED,
+                reason=str(error),
+            )
+        return item.message

@@ -1,5 +1,6 @@
 """What two processes must agree on before any KV or token crosses between them."""
 
+from dataclasses import dataclass
 from typing import Annotated
 
 from msgspec import Meta, Struct
@@ -33,3 +34,13 @@ class ModelIdentity(Struct, frozen=True, kw_only=True):
             if getattr(self, field) != getattr(other, field)
         ]
         return "; ".join(differences) or None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeIdentity:
+    """Who we are on the peer link."""
+
+    name: str
+    epoch: str
+    model: ModelIdentity
+    pid: int

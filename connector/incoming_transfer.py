@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from connector.peer_messages import PrefillDone
+from connector.peer_messages import FirstToken, PrefillDone
 
 
 @dataclass(slots=True)
@@ -26,6 +26,7 @@ class IncomingTransfer:
     num_bytes: int = 0
     num_units: int = 0
     last_progress: float = 0.0
+    first_token: FirstToken | None = None
     done: PrefillDone | None = None
 
     def __post_init__(self) -> None:
@@ -49,6 +50,32 @@ class IncomingTransfer:
 
     def is_layer_complete(self, layer: int) -> bool:
         return self.layer_complete_at[layer] is not None
+
+    @property
+    def num_valid_tokens(self) -> int:
+        """Leading positions that are in on every layer, those before `start` included."""
+        return min(self._leading_end(ranges) for ranges in self.arrived)
+
+    def expected_stall(self, now: float, layer_seconds: float) -> float | None:
+        """How long a forward that began now would wait at this transfer's barriers, in seconds. None: not known yet.
+
+        Layers are complete in order, one every `interval` seconds as measured so far; the forward reaches layer l after
+        `l * layer_seconds`. It waits longest at the last layer or, where layers arrive faster than it runs, at the
+        first that is missing.
+        """
+        times = [at for at in self.layer_complete_at if at is not None]
+        num_complete = len(times)
+        if num_complete == self.num_layers:
+            return 0.0
+        if num_complete < 2 or self.layer_complete_at[num_complete - 1] is None:
+            return None
+        interval = (times[-1] - times[0]) / (num_complete - 1)
+        at_next = times[-1] + interval - now - num_complete * layer_seconds
+        at_last = times[-1] + (self.num_layers - num_complete) * interval - now - (self.num_layers - 1) * layer_seconds
+        return max(at_next, at_last, 0.0)
+
+    def _leading_end(self, ranges: list[tuple[int, int]]) -> int:
+        return ranges[0][1] if ranges and ranges[0][0] == self.start else self.start
 
     @property
     def is_complete(self) -> bool:

@@ -1,14 +1,15 @@
 """The decode node's end of KV transfer.
 
-  grant            units                     PrefillDone, all units in
+  grant            units, first token        PrefillDone, all units in
   start_load() --> on_unit() ... on_unit() --> received
-       |                |
-       |                +-- bad digest, TransferFailed, peer lost, no progress --> failed
+       |                |  |
+       |                |  +-- the rest will not hold up a step --> early, and later received
+       |                +-- bad digest, TransferFailed, peer lost, no progress --> the next candidate, or failed
        +--------------------- cancel() ------------------------------------------> closed
 
-A transfer's blocks may be used again once its request id was handed out by `take_finished`, with one exception: a
-failure that is not fenced (shared memory, and the writer went silent). Those transfers wait in quarantine until the
-writer acknowledges or its process has ended.
+A transfer's blocks may be used again once its request id was handed out by `take_finished`, with two exceptions: early,
+and a failure that is not fenced (shared memory, and the writer went silent). Those transfers wait in quarantine until
+the writer acknowledges or its process has ended.
 
 The engine's thread calls the public methods, the link's thread delivers; one lock guards everything, and a unit is
 written into its blocks under that lock, so nothing is written after a transfer was removed.
@@ -23,18 +24,24 @@ from dataclasses import dataclass, field
 
 import torch
 import xxhash
+from msgspec.structs import replace
 
+from connector import failpoints
 from connector.incoming_transfer import IncomingTransfer
 from connector.kv_unit import scatter_unit, unit_num_bytes
 from connector.link import Links
+from connector.p2p_scheduler import PullKV
 from connector.peer_messages import (
     CancelTransfer,
     Credit,
+    FirstToken,
     FromPrefill,
     PeerHello,
     PeerPong,
     Prefill,
     PrefillDone,
+    Pull,
+    ReleaseLease,
     TransferClosed,
     TransferFailed,
     Unit,
@@ -48,6 +55,15 @@ from engine.errors import ErrorKind
 logger = logging.getLogger(__name__)
 
 NUM_RECENT_TRANSFERS = 32
+DEATH_SECONDS = 0.1
+"""A killed process closes its connections moments before it has ended."""
+
+_FAILPOINTS: dict[type[FromPrefill], str] = {
+    Unit: "decode.on_unit",
+    FirstToken: "decode.on_first_token",
+    PrefillDone: "decode.on_done",
+    TransferClosed: "decode.on_closed",
+}
 
 
 @dataclass(slots=True)
@@ -60,24 +76,46 @@ class ReceiverCounters:
     num_digest_mismatches: int = 0
     num_transfers_received: int = 0
     num_transfers_failed: int = 0
+    num_next_candidates: int = 0
+    """Transfers that were granted again, to another prefill node."""
+    num_barrier_waits: int = 0
+    """Layers at whose barrier a step had to wait."""
+    barrier_seconds: float = 0.0
+    longest_barrier_seconds: float = 0.0
 
 
 @dataclass(slots=True)
 class FinishedLoads:
     """What `take_finished` hands out; each request id once."""
 
+    early: dict[str, LoadResult] = field(default_factory=dict)
     received: dict[str, LoadResult] = field(default_factory=dict)
     failed: dict[str, LoadFailure] = field(default_factory=dict)
     closed: set[str] = field(default_factory=set)
     """Cancelled or quarantined before; nothing reaches their blocks any more."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadOrder:
+    """What to load: the grant, and the names of the nodes that may take it, best first; empty for any."""
+
+    request_id: str
+    grant: Prefill | Pull
+    candidates: tuple[str, ...] = ()
+    epoch: str | None = None
+    """The one in which the candidate must be; None for any."""
+    may_run_early: bool = True
+
+
 @dataclass(slots=True)
 class _Open:
+    order: LoadOrder
     transfer: IncomingTransfer
     peer: PrefillPeer
     epoch: str
+    tried: frozenset[str]
     is_cancelled: bool = False
+    is_early: bool = False
 
 
 @dataclass(slots=True)
@@ -102,6 +140,8 @@ class KVReceiver:
         self.counters = ReceiverCounters()
         self.recent: deque[IncomingTransfer] = deque(maxlen=NUM_RECENT_TRANSFERS)
         self.peers: list[PrefillPeer] = []
+        self.layer_seconds = 0.0
+        """How long the node's forward takes for one layer, as measured last."""
         self._hello = hello
         self._settings = settings
         self._notify = notify
@@ -109,6 +149,8 @@ class KVReceiver:
         self._kv_caches: Sequence[torch.Tensor] = ()
         self._open: dict[str, _Open] = {}
         self._by_request: dict[str, str] = {}
+        self._awaited: dict[str, str] = {}
+        """Leases that waiting requests will pull -> name of the holder."""
         self._quarantine: dict[str, _Quarantined] = {}
         self._finished = FinishedLoads()
         self._changed = threading.Condition()
@@ -130,26 +172,33 @@ class KVReceiver:
     def ready_peers(self) -> list[str]:
         return [peer.name for peer in self.peers if peer.state is PeerState.READY]
 
-    def start_load(self, request_id: str, grant: Prefill, candidates: Sequence[str]) -> None:
+    def has_ready_peer(self, candidates: Sequence[str]) -> bool:
+        return self._pick(candidates, frozenset()) is not None
+
+    def start_load(self, order: LoadOrder) -> None:
         """Sends the grant to the first candidate that is ready; a named failure if none is."""
         with self._changed:
-            peer = self._pick(candidates)
-            if peer is None:
-                states = ", ".join(f"{p.name}: {p.reason or p.state.value}" for p in self.peers)
-                self._fail_request(request_id, ErrorKind.NO_NODE_READY, f"no prefill node is ready ({states})")
-                return
-            transfer = IncomingTransfer(
-                transfer_id=grant.transfer_id,
-                request_id=request_id,
-                start=grant.start,
-                end=grant.end,
-                block_ids=grant.block_ids,
-                num_layers=len(self._kv_caches),
-                granted_at=self._clock(),
-            )
-            self._open[grant.transfer_id] = _Open(transfer, peer, peer.epoch)
-            self._by_request[request_id] = grant.transfer_id
-            peer.send(grant)
+            if isinstance(order.grant, Pull):
+                self._awaited.pop(order.grant.lease_id, None)
+            peer = self._pick(order.candidates, frozenset(), order.epoch)
+            if peer is not None:
+                self._grant(order, order.grant, peer, frozenset())
+            else:
+                self._finished.failed[order.request_id] = self._nobody_for(order)
+                self._report()
+
+    def await_lease(self, source: PullKV) -> None:
+        """A request that waits will pull this: its lease is renewed with every heartbeat until then."""
+        with self._changed:
+            self._awaited[source.lease_id] = source.peer
+
+    def release(self, source: PullKV) -> None:
+        """Nobody will pull this."""
+        with self._changed:
+            self._awaited.pop(source.lease_id, None)
+            peer = self._pick((source.peer,), frozenset(), source.epoch)
+            if peer is not None:
+                peer.send(ReleaseLease(lease_id=source.lease_id))
 
     def mint_transfer_id(self) -> str:
         """Unique over all nodes and restarts: the epoch is."""
@@ -162,19 +211,26 @@ class KVReceiver:
             opened = self._open.get(self._by_request.get(request_id, ""))
             if opened is None:
                 return
-            opened.peer.send(CancelTransfer(transfer_id=opened.transfer.transfer_id))
+            if not (failpoints.armed and failpoints.hit("decode.before_cancel")):
+                opened.peer.send(CancelTransfer(transfer_id=opened.transfer.transfer_id))
             opened.is_cancelled = True
             if opened.peer.transport == "zmq":
                 self._remove(opened)
                 self._finished.closed.add(request_id)
                 self._report()
 
-    def wait_for_layer(self, layer: int, request_ids: Sequence[str]) -> None:
-        """Returns when `layer` is complete for every one of the requests that has not failed meanwhile."""
+    def wait_for_layer(self, layer: int, request_ids: Sequence[str]) -> float:
+        """Returns when `layer` is complete for every one of the requests that has not failed meanwhile; the seconds."""
         with self._changed:
+            if not any(self._is_layer_pending(layer, request_id) for request_id in request_ids):
+                return 0.0
+            began = self._clock()
             while any(self._is_layer_pending(layer, request_id) for request_id in request_ids):
                 if not self._changed.wait(self._settings.transfer_timeout):
                     self._expire(self._clock())
+            seconds = self._clock() - began
+            self._count_barrier(seconds)
+            return seconds
 
     def take_finished(self) -> FinishedLoads:
         with self._changed:
@@ -195,7 +251,10 @@ class KVReceiver:
         with self._changed:
             # Under the lock, so that no grant overtakes the list of what is wanted.
             for peer in self.peers:
-                peer.tick([name for name, opened in self._open.items() if opened.peer is peer])
+                peer.tick(
+                    [name for name, opened in self._open.items() if opened.peer is peer],
+                    [lease_id for lease_id, name in self._awaited.items() if name == peer.name],
+                )
             self._expire(self._clock())
             self._empty_quarantine()
 
@@ -205,12 +264,16 @@ class KVReceiver:
     def peer_lost(self, peer: PrefillPeer, kind: ErrorKind, reason: str) -> None:
         with self._changed:
             for opened in [o for o in self._open.values() if o.peer is peer]:
-                self._fail(opened, kind, f"prefill node {peer.name}: {reason}", is_fenced=peer.transport == "zmq")
+                self._fail(opened, kind, f"prefill node {peer.name}: {reason}")
 
     def peer_message(self, peer: PrefillPeer, message: FromPrefill, frames: Sequence[memoryview]) -> None:
+        if failpoints.armed and failpoints.hit(_FAILPOINTS.get(type(message), "")):
+            return
         match message:
             case Unit():
                 self._on_unit(peer, message, frames[1:])
+            case FirstToken():
+                self._on_first_token(peer, message)
             case PrefillDone():
                 self._on_done(peer, message)
             case TransferFailed():
@@ -227,7 +290,7 @@ class KVReceiver:
                 self.counters.num_late_units += 1
             else:
                 self._take_in(opened, unit, payload)
-        if payload:
+        if payload and not (failpoints.armed and failpoints.hit("decode.before_ack")):
             peer.send(Credit(num_bytes=unit.num_bytes))
 
     def _take_in(self, opened: _Open, unit: Unit, payload: Sequence[memoryview]) -> None:
@@ -235,7 +298,7 @@ class KVReceiver:
         problem = self._check(transfer, unit, payload)
         if problem is not None:
             reason = f"prefill node {opened.peer.name}, layer {unit.layer}, [{unit.start}, {unit.end}): {problem}"
-            self._fail(opened, ErrorKind.KV_LOAD_FAILED, reason, is_fenced=opened.peer.transport == "zmq")
+            self._fail(opened, ErrorKind.KV_LOAD_FAILED, reason)
             return
         if payload:
             data = torch.frombuffer(payload[0], dtype=torch.uint8)
@@ -247,6 +310,7 @@ class KVReceiver:
         self.counters.num_bytes += unit.num_bytes
         self._changed.notify_all()
         self._finish_if_complete(opened)
+        self._admit_early(opened)
 
     def _check(self, transfer: IncomingTransfer, unit: Unit, payload: Sequence[memoryview]) -> str | None:
         if not transfer.fits(unit.layer, unit.start, unit.end):
@@ -259,6 +323,30 @@ class KVReceiver:
             return "the digest does not match"
         return None
 
+    def _on_first_token(self, peer: PrefillPeer, message: FirstToken) -> None:
+        with self._changed:
+            opened = self._find(peer, message.transfer_id, message.epoch)
+            if opened is None:
+                self.counters.num_late_units += 1
+                return
+            opened.transfer.first_token = message
+            opened.transfer.last_progress = self._clock()
+            self._admit_early(opened)
+
+    def _admit_early(self, opened: _Open) -> None:
+        """If it may run: the first token is known, and what is missing will not hold up the step."""
+        transfer = opened.transfer
+        is_wanted = self._settings.early_admission and opened.order.may_run_early and not opened.is_early
+        if not is_wanted or opened.is_cancelled or transfer.first_token is None or transfer.first_token.token is None:
+            return
+        if transfer.transfer_id not in self._open:
+            return
+        stall = transfer.expected_stall(self._clock(), self.layer_seconds)
+        if stall is not None and stall <= self._settings.max_barrier_stall:
+            opened.is_early = True
+            self._finished.early[transfer.request_id] = _result_of(transfer)
+            self._report()
+
     def _on_done(self, peer: PrefillPeer, done: PrefillDone) -> None:
         with self._changed:
             opened = self._find(peer, done.transfer_id, done.epoch)
@@ -270,27 +358,25 @@ class KVReceiver:
             self._finish_if_complete(opened)
             if done.transfer_id in self._open and not opened.is_cancelled:
                 reason = f"prefill node {peer.name} ended the transfer before it was complete"
-                self._fail(opened, ErrorKind.KV_LOAD_FAILED, reason)
+                self._fail(opened, ErrorKind.KV_LOAD_FAILED, reason, is_fenced=True)
             elif opened.is_cancelled:
                 self._on_closed(peer, done.transfer_id)
 
     def _finish_if_complete(self, opened: _Open) -> None:
         transfer = opened.transfer
-        if opened.is_cancelled or not transfer.is_complete or transfer.done is None:
+        if opened.is_cancelled or not transfer.is_complete:
             return
         self._remove(opened)
         self.recent.append(transfer)
         self.counters.num_transfers_received += 1
-        self._finished.received[transfer.request_id] = LoadResult(
-            first_token=transfer.done.first_token, num_remote_cached_tokens=transfer.done.num_cached_tokens
-        )
+        self._finished.received[transfer.request_id] = _result_of(transfer)
         self._report()
 
     def _on_failed(self, peer: PrefillPeer, failed: TransferFailed) -> None:
         with self._changed:
             opened = self._find(peer, failed.transfer_id, failed.epoch)
             if opened is not None and not opened.is_cancelled:
-                self._fail(opened, failed.kind, f"prefill node {peer.name}: {failed.reason}")
+                self._fail(opened, failed.kind, f"prefill node {peer.name}: {failed.reason}", is_fenced=True)
         self._on_closed(peer, failed.transfer_id)
 
     def _on_closed(self, peer: PrefillPeer, transfer_id: str) -> None:
@@ -307,7 +393,8 @@ class KVReceiver:
                 self._finished.closed.add(opened.transfer.request_id)
                 self._report()
             else:
-                self._fail(opened, ErrorKind.KV_LOAD_FAILED, f"prefill node {peer.name} closed the transfer")
+                reason = f"prefill node {peer.name} closed the transfer"
+                self._fail(opened, ErrorKind.KV_LOAD_FAILED, reason, is_fenced=True)
 
     def _on_unknown(self, peer: PrefillPeer, transfer_ids: Sequence[str]) -> None:
         for transfer_id in transfer_ids:
@@ -315,12 +402,47 @@ class KVReceiver:
 
     # Under the lock
 
-    def _pick(self, candidates: Sequence[str]) -> PrefillPeer | None:
-        ready = {peer.name: peer for peer in self.peers if peer.state is PeerState.READY}
-        for name in candidates or list(ready):
-            if name in ready:
-                return ready[name]
-        return None
+    def _pick(self, candidates: Sequence[str], tried: frozenset[str], epoch: str | None = None) -> PrefillPeer | None:
+        ready = {peer.name: peer for peer in self.peers if peer.state is PeerState.READY and peer.name not in tried}
+        found = next((ready[name] for name in candidates or ready if name in ready), None)
+        return found if found is not None and epoch in (None, found.epoch) else None
+
+    def _nobody_for(self, order: LoadOrder) -> LoadFailure:
+        states = ", ".join(f"{p.name}: {p.reason or p.state.value}" for p in self.peers)
+        if isinstance(order.grant, Pull):
+            reason = f"the holder of the KV, {order.candidates[0]}, is not there in the same epoch ({states})"
+            return LoadFailure(kind=ErrorKind.KV_LOAD_FAILED, reason=reason)
+        return LoadFailure(
+            kind=ErrorKind.NO_NODE_READY,
+            reason=f"no prefill node is ready ({states})",
+            is_final=self._settings.fallback == "fail",
+        )
+
+    def _grant(self, order: LoadOrder, grant: Prefill | Pull, peer: PrefillPeer, tried: frozenset[str]) -> None:
+        transfer = IncomingTransfer(
+            transfer_id=grant.transfer_id,
+            request_id=order.request_id,
+            start=grant.start,
+            end=grant.end,
+            block_ids=grant.block_ids,
+            num_layers=len(self._kv_caches),
+            granted_at=self._clock(),
+        )
+        self._open[grant.transfer_id] = _Open(order, transfer, peer, peer.epoch, tried | {peer.name})
+        self._by_request[order.request_id] = grant.transfer_id
+        if not (failpoints.armed and failpoints.hit("decode.before_grant")):
+            peer.send(grant)
+
+    def _grant_again(self, opened: _Open, num_valid_tokens: int) -> bool:
+        """Has the next candidate supply what is missing. False if there is none."""
+        peer = self._pick(opened.order.candidates, opened.tried)
+        if peer is None or isinstance(opened.order.grant, Pull):
+            return False
+        start = min(num_valid_tokens, opened.transfer.end - 1)
+        grant = replace(opened.order.grant, transfer_id=self.mint_transfer_id(), start=start)
+        self.counters.num_next_candidates += 1
+        self._grant(opened.order, grant, peer, opened.tried)
+        return True
 
     def _find(self, peer: PrefillPeer, transfer_id: str, epoch: str) -> _Open | None:
         opened = self._open.get(transfer_id)
@@ -337,29 +459,36 @@ class KVReceiver:
             progress = max(opened.transfer.last_progress, opened.peer.engine_progress_at)
             if now - progress > self._settings.transfer_timeout:
                 reason = f"no progress from prefill node {opened.peer.name} for {now - progress:.1f} s"
-                self._fail(opened, ErrorKind.DEADLINE_EXCEEDED, reason, is_fenced=opened.peer.transport == "zmq")
+                self._fail(opened, ErrorKind.DEADLINE_EXCEEDED, reason)
 
-    def _fail(self, opened: _Open, kind: ErrorKind, reason: str, *, is_fenced: bool = True) -> None:
+    def _fail(self, opened: _Open, kind: ErrorKind, reason: str, *, is_fenced: bool | None = None) -> None:
+        """`is_fenced` where the writer itself said that it is done; None to find out."""
         transfer = opened.transfer
         logger.warning("KV load of request %s failed: %s", transfer.request_id, reason)
         self._remove(opened)
         self.recent.append(transfer)
         self.counters.num_transfers_failed += 1
         opened.peer.send(CancelTransfer(transfer_id=transfer.transfer_id))
+        if is_fenced is None:
+            is_fenced = _is_fenced(opened.peer)
         if not is_fenced:
             self._quarantine[transfer.transfer_id] = _Quarantined(
                 transfer.transfer_id, transfer.request_id, opened.peer, opened.epoch, opened.peer.process
             )
-        if not opened.is_cancelled:
-            self._fail_request(transfer.request_id, kind, reason, is_fenced=is_fenced)
-        elif is_fenced:
-            self._finished.closed.add(transfer.request_id)
-        self._empty_quarantine()
+        if opened.is_cancelled:
+            self._finished.closed |= {transfer.request_id} if is_fenced else set()
+        else:
+            self._move_on(opened, kind, reason, is_fenced=is_fenced)
         self._report()
 
-    def _fail_request(self, request_id: str, kind: ErrorKind, reason: str, *, is_fenced: bool = True) -> None:
-        self._finished.failed[request_id] = LoadFailure(kind=kind, reason=reason, is_fenced=is_fenced)
-        self._report()
+    def _move_on(self, opened: _Open, kind: ErrorKind, reason: str, *, is_fenced: bool) -> None:
+        """To the next candidate if that can help and is safe, else to the scheduler."""
+        num_valid = opened.transfer.num_valid_tokens
+        is_worth_it = is_fenced and kind is not ErrorKind.INVALID_REQUEST and not opened.is_early
+        if not (is_worth_it and self._grant_again(opened, num_valid)):
+            self._finished.failed[opened.transfer.request_id] = LoadFailure(
+                kind=kind, reason=reason, num_valid_tokens=num_valid, is_fenced=is_fenced
+            )
 
     def _remove(self, opened: _Open) -> None:
         self._open.pop(opened.transfer.transfer_id)
@@ -368,7 +497,7 @@ class KVReceiver:
     def _empty_quarantine(self) -> None:
         """Releases what a dead process held, and asks the living ones again: the first cancel may have been lost."""
         for quarantined in list(self._quarantine.values()):
-            if quarantined.process is not None and quarantined.process.has_ended:
+            if quarantined.process is not None and quarantined.process.has_ended():
                 self._release(quarantined)
             elif quarantined.peer.state is PeerState.READY:
                 quarantined.peer.send(CancelTransfer(transfer_id=quarantined.transfer_id))
@@ -378,6 +507,26 @@ class KVReceiver:
         self._finished.closed.add(quarantined.request_id)
         self._report()
 
+    def _count_barrier(self, seconds: float) -> None:
+        self.counters.num_barrier_waits += 1
+        self.counters.barrier_seconds += seconds
+        self.counters.longest_barrier_seconds = max(self.counters.longest_barrier_seconds, seconds)
+
     def _report(self) -> None:
         self._changed.notify_all()
         self._notify()
+
+
+def _result_of(transfer: IncomingTransfer) -> LoadResult:
+    first = transfer.first_token
+    if first is None:
+        return LoadResult()
+    return LoadResult(first_token=first.token, num_remote_cached_tokens=first.num_cached_tokens)
+
+
+def _is_fenced(peer: PrefillPeer) -> bool:
+    """Whether nothing of the peer can reach our memory any more. Messages can be dropped at the door; a writer into
+    shared memory must be dead. One that was just killed is, within moments."""
+    if peer.transport == "zmq":
+        return True
+    return peer.process is not None and peer.process.has_ended(within=DEATH_SECONDS)

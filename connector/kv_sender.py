@@ -2,9 +2,9 @@
 
   Prefill (grant) --> on_grant: a request for the engine
   save()  x layers x chunks --> Unit ...              while later layers compute
-  finish() -------------------> PrefillDone ----+
-  fail() ---------------------> TransferFailed -+-->  the request id comes out of `take_closed`
-  CancelTransfer, peer lost --> TransferClosed -+     once nothing reads its blocks any more
+  finish() -------------------> FirstToken, PrefillDone -+
+  fail() ---------------------> TransferFailed ----------+-->  the request id comes out of `take_closed`
+  CancelTransfer, peer lost --> TransferClosed ----------+     once nothing reads its blocks any more
 
 The engine's request for a grant is named by the transfer id, which is unique over all nodes and restarts.
 """
@@ -13,18 +13,21 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
+from connector import failpoints
 from connector.codec import PROTOCOL_VERSION, encode
 from connector.decode_peer import DecodePeer, OutgoingTransfer, SenderCounters, Shipping
-from connector.identity import ModelIdentity
+from connector.identity import NodeIdentity
+from connector.kv_unit import unit_spans
+from connector.leases import LeaseError, LeaseTable
 from connector.link import Endpoint, Frame, Links
 from connector.peer_messages import (
     CancelTransfer,
     Credit,
+    FirstToken,
     FromDecode,
     PeerHello,
     PeerPing,
@@ -33,6 +36,8 @@ from connector.peer_messages import (
     PeerWelcome,
     Prefill,
     PrefillDone,
+    Pull,
+    ReleaseLease,
     TransferFailed,
     decode_from_decode_node,
 )
@@ -42,6 +47,8 @@ from engine.errors import ErrorKind, LinkError, MalformedMessage
 from engine.request import SampledToken
 
 logger = logging.getLogger(__name__)
+
+_FAILPOINTS: dict[type[FromDecode], str] = {Prefill: "prefill.on_grant", CancelTransfer: "prefill.on_cancel"}
 
 
 class GrantTaker(Protocol):
@@ -57,16 +64,6 @@ class GrantTaker(Protocol):
         """Something came in that a step would report."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NodeIdentity:
-    """Who we are on the peer link."""
-
-    name: str
-    epoch: str
-    model: ModelIdentity
-    pid: int
-
-
 class KVSender:
     """Answers decode nodes, ships units. Implements `LinkHandler`.
 
@@ -78,6 +75,7 @@ class KVSender:
         identity: NodeIdentity,
         settings: TransferSettings,
         taker: GrantTaker,
+        leases: LeaseTable,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.counters = SenderCounters()
@@ -87,6 +85,7 @@ class KVSender:
         self._identity = identity
         self._settings = settings
         self._taker = taker
+        self._leases = leases
         self._clock = clock
         self._kv_caches: Sequence[torch.Tensor] = ()
         self._endpoint: Endpoint | None = None
@@ -122,14 +121,14 @@ class KVSender:
     def finish(self, request_id: str, first_token: SampledToken | None, num_cached_tokens: int) -> None:
         if (found := self._find(request_id)) is not None:
             peer, transfer = found
-            done = PrefillDone(
-                transfer_id=request_id,
-                epoch=self._identity.epoch,
-                first_token=first_token,
-                num_cached_tokens=num_cached_tokens,
-                computed_at=transfer.computed_at,
-            )
-            peer.end(transfer, done)
+            epoch = self._identity.epoch
+            if not (failpoints.armed and failpoints.hit("prefill.before_first_token")):
+                peer.say(
+                    FirstToken(
+                        transfer_id=request_id, epoch=epoch, token=first_token, num_cached_tokens=num_cached_tokens
+                    )
+                )
+            peer.end(transfer, PrefillDone(transfer_id=request_id, epoch=epoch, computed_at=transfer.computed_at))
         else:
             self._close(request_id)
 
@@ -176,6 +175,9 @@ class KVSender:
             self._on_peer_message(peer, self._peers[peer], message)
 
     def tick(self) -> None:
+        self._leases.expire()
+        if self._leases.has_news():
+            self._taker.wake()
         now = self._clock()
         for identity, peer in list(self._peers.items()):
             if now - peer.last_heard > self._settings.peer_timeout:
@@ -226,23 +228,31 @@ class KVSender:
             shipping=Shipping(
                 epoch=self._identity.epoch,
                 send=lambda frames: self._send_frames(identity, frames),
-                on_closed=self._close,
+                on_closed=self._on_closed,
                 counters=self.counters,
+                leases=self._leases,
                 clock=self._clock,
             ),
         )
         return True
 
     def _on_peer_message(self, identity: bytes, peer: DecodePeer, message: FromDecode) -> None:
+        if failpoints.armed and failpoints.hit(_FAILPOINTS.get(type(message), "")):
+            return
         match message:
             case Prefill():
                 peer.open(message)
                 self._taker.take_grant(message)
+            case Pull():
+                self._on_pull(peer, message)
+            case ReleaseLease(lease_id=lease_id):
+                self.release_lease(lease_id)
             case CancelTransfer(transfer_id=transfer_id):
                 self._cancel(peer, transfer_id)
             case Credit(num_bytes=num_bytes):
                 peer.credit(num_bytes)
             case PeerPing():
+                self._leases.renew(message.lease_ids)
                 # A cancel may have been lost with a connection: what is not asked for any more is cancelled, too.
                 for transfer_id in set(peer.transfers) - set(message.transfer_ids):
                     self._cancel(peer, transfer_id)
@@ -251,6 +261,25 @@ class KVSender:
                 self._send(identity, pong)
             case _:
                 raise AssertionError(f"unhandled message {message!r}")
+
+    def release_lease(self, lease_id: str) -> None:
+        """Nobody will come for it. Unknown ids are passed over."""
+        self._leases.release(lease_id)
+        self._taker.wake()
+
+    def _on_pull(self, peer: DecodePeer, pull: Pull) -> None:
+        epoch = self._identity.epoch
+        try:
+            lease = self._leases.start_read(pull.lease_id, pull.end, pull.digest)
+        except LeaseError as error:
+            kind = ErrorKind.KV_LOAD_FAILED
+            peer.say(TransferFailed(transfer_id=pull.transfer_id, epoch=epoch, kind=kind, reason=str(error)))
+            return
+        transfer = peer.open(pull, lease)
+        for layer, kv_cache in enumerate(self._kv_caches):
+            for span in unit_spans(kv_cache, pull.start, pull.end):
+                peer.save(transfer, layer, span, lease.block_ids)
+        peer.end(transfer, PrefillDone(transfer_id=pull.transfer_id, epoch=epoch, computed_at=self._clock()))
 
     def _cancel(self, peer: DecodePeer, transfer_id: str) -> None:
         transfer = peer.transfers.get(transfer_id)
@@ -275,6 +304,13 @@ class KVSender:
             if (transfer := peer.transfers.get(request_id)) is not None:
                 return peer, transfer
         return None
+
+    def _on_closed(self, transfer: OutgoingTransfer) -> None:
+        if transfer.lease is None:
+            self._close(transfer.transfer_id)
+        else:
+            # No request of the engine's stands behind a read; its lease tells which blocks are free.
+            self._taker.wake()
 
     def _close(self, request_id: str) -> None:
         with self._closed_lock:

@@ -12,6 +12,9 @@ from dataclasses import dataclass
 
 import torch
 
+UNIT_BYTES = 1 << 20
+"""Smaller units pay per message, larger ones fall out of the caches; measured over TCP on one host."""
+
 
 @dataclass(frozen=True, slots=True)
 class BlockRun:
@@ -47,6 +50,16 @@ def unit_num_bytes(kv_cache: torch.Tensor, start: int, end: int) -> int:
     """Bytes of the positions `[start, end)` in one layer."""
     _, two, _, num_kv_heads, head_dim = kv_cache.shape
     return (end - start) * two * num_kv_heads * head_dim * kv_cache.element_size()
+
+
+def unit_spans(kv_cache: torch.Tensor, start: int, end: int) -> Iterator[range]:
+    """`[start, end)` in pieces of about `UNIT_BYTES`, cut at block borders."""
+    block_size = kv_cache.shape[2]
+    step = max(1, UNIT_BYTES // unit_num_bytes(kv_cache, 0, block_size)) * block_size
+    while start < end:
+        stop = min(end, start - start % block_size + step)
+        yield range(start, stop)
+        start = stop
 
 
 def gather_unit(kv_cache: torch.Tensor, block_ids: Sequence[int], start: int, end: int) -> torch.Tensor:

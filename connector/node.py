@@ -19,19 +19,22 @@ from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry
 
+from connector import failpoints
 from connector.admin import AdminEndpoint, AdminView
 from connector.codec import PROTOCOL_VERSION
 from connector.engine_loop import EngineLoop
 from connector.factory import KVConnector, create_connector
-from connector.identity import ModelIdentity
-from connector.kv_sender import NodeIdentity
+from connector.held_params import to_pull
+from connector.identity import ModelIdentity, NodeIdentity
+from connector.kv_transfer_params import KVTransferParams
 from connector.node_config import NodeConfig
 from connector.node_debug import debug_state
 from connector.node_metrics import NodeCollector, NodeParts
-from connector.p2p_scheduler import RemotePrefill, ShipKV
+from connector.p2p_scheduler import HoldKV, PullKV, RemotePrefill, ShipKV
 from connector.p2p_worker import P2PPlace, P2PWorkerConnector
 from connector.parent_link import ParentLink
-from connector.server_link import NodeStatus, ServerLink
+from connector.prefill_peer import PeerState
+from connector.server_link import NodeStatus, RequestDoor, ServerLink
 from connector.server_messages import Generate, NodeHello, NodeLoad, Role
 from connector.shared_kv import SharedKVMemory, is_available
 from connector.zmq_link import ZmqLinks
@@ -70,6 +73,7 @@ class Node:
         self._kv_links = ZmqLinks("kv")
         self._server_link = self._open_server_link(role)
         self._memory: SharedKVMemory | None = None
+        self._connector: KVConnector | None = None
         self.loaded = threading.Event()
         self.where: dict[str, str | None] = {}
         """Our name and the addresses with their real ports, once known."""
@@ -80,7 +84,7 @@ class Node:
         return self._parts
 
     def run(self) -> None:
-        connector = self._connect()
+        connector = self._connector = self._connect()
         self._announce()
         engine = self._build(connector)
         self.loaded.set()
@@ -122,7 +126,12 @@ class Node:
             max_model_len=self._plan.max_model_len,
             num_blocks=self._plan.layout.num_blocks,
         )
-        return ServerLink(hello, self._loop, self._make_request, self._status, self._config.server_timeout)
+        return ServerLink(
+            hello,
+            self._loop,
+            RequestDoor(make_request=self._make_request, release=self._release, status=self._status),
+            self._config.server_timeout,
+        )
 
     def _connect(self) -> KVConnector:
         """Binds every address, before anything heavy: a port in use is known at once."""
@@ -178,21 +187,57 @@ class Node:
             parent.watch(self.stop)
 
     def _make_request(self, message: Generate, request_id: str) -> Request:
-        remote = RemotePrefill(tuple(message.prefill_nodes)) if self._addresses.prefill else None
         return Request(
             request_id=request_id,
             prompt_token_ids=message.prompt_token_ids,
             sampling=message.sampling,
             eos_token_ids=self._plan.model.eos_token_ids,
             cache_salt=message.cache_salt,
-            kv_transfer=remote,
+            kv_transfer=self._transfer_of(message),
         )
 
+    def _transfer_of(self, message: Generate) -> RemotePrefill | PullKV | HoldKV | None:
+        """Where the request's KV comes from, or that it is to stay. Raises `RequestError`."""
+        params = message.kv_transfer_params
+        if params is not None and params.do_remote_prefill:
+            return self._await_pull(to_pull(params))
+        if params is not None and params.do_remote_decode:
+            if self._addresses.kv_listen is None:
+                raise RequestError("this node holds no KV for others", param="kv_transfer_params.do_remote_decode")
+            return HoldKV()
+        return RemotePrefill(tuple(message.prefill_nodes)) if self._addresses.prefill else None
+
+    def _await_pull(self, source: PullKV) -> PullKV | None:
+        receiver = self._parts.worker.receiver if self._parts is not None and self._parts.worker is not None else None
+        if receiver is None:
+            return None
+        receiver.await_lease(source)
+        return source
+
+    def _release(self, params: KVTransferParams) -> None:
+        """The second leg will not come. We hold the KV, or know who does."""
+        worker = self._parts.worker if self._parts is not None else None
+        if worker is None:
+            return
+        try:
+            source = to_pull(params)
+        except RequestError as error:
+            logger.warning("cannot release held KV: %s", error)
+            return
+        if source.peer == self._identity.name:
+            worker.sender.release_lease(source.lease_id)
+        elif worker.receiver is not None:
+            worker.receiver.release(source)
+
     def _refuse(self, request: Request, error: RequestError) -> None:
-        if isinstance(request.kv_transfer, ShipKV) and self._parts is not None and self._parts.worker is not None:
-            self._parts.worker.sender.fail(request.request_id, ErrorKind.INVALID_REQUEST, str(error))
-        else:
-            self._server_link.refuse(request, error)
+        worker = self._parts.worker if self._parts is not None else None
+        match request.kv_transfer:
+            case ShipKV() if worker is not None:
+                worker.sender.fail(request.request_id, ErrorKind.INVALID_REQUEST, str(error))
+                return
+            case PullKV() as source if worker is not None and worker.receiver is not None:
+                worker.receiver.release(source)
+        self._server_link.refuse(request, error)
 
     def _end_requests(self, engine: Engine) -> None:
         """Every accepted request gets its final message, also when we go down."""
@@ -205,7 +250,11 @@ class Node:
         worker = self._parts.worker
         if worker is None or worker.receiver is None or worker.receiver.ready_peers():
             return ""
-        return "no prefill node: " + ", ".join(f"{peer.name} ({peer.reason})" for peer in worker.receiver.peers)
+        peers = worker.receiver.peers
+        # One that is away may come back; one that refuses us is a mistake that somebody has to see.
+        if self._config.transfer.fallback == "local" and all(p.state is not PeerState.REFUSED for p in peers):
+            return ""
+        return "no prefill node: " + ", ".join(f"{peer.name} ({peer.reason})" for peer in peers)
 
     def _status(self) -> NodeStatus:
         parts = self._parts
@@ -225,6 +274,7 @@ class Node:
 def run_node(role: Role, config: NodeConfig, addresses: NodeAddresses) -> int:
     """The exit code. `ConfigError` passes through; any other exception is a bug and shows its traceback."""
     _start_logging(config)
+    failpoints.arm_from_environment()
     threading.excepthook = _crash
     num_threads = use_threads(config.num_threads, config.cpus)
     node = Node(role, config, addresses)

@@ -43,6 +43,7 @@ def _transfers(parts: NodeParts) -> Mapping[str, object]:
         return {}
     transfers: dict[str, object] = {
         "outgoing": worker.sender.open_transfer_ids(),
+        "leases": len(worker.leases),
         "decode_peers": worker.sender.peer_names,
     }
     if worker.receiver is not None:

@@ -9,6 +9,7 @@ from connector.p2p_worker import P2PPlace, P2PWorkerConnector
 
 def make_p2p_connector(place: P2PPlace, links: Links, taker: GrantTaker) -> KVConnector:
     """Cheap: sockets and threads are made by `register_kv_caches`."""
+    worker = P2PWorkerConnector(place, links, taker)
     return KVConnector(
-        scheduler=P2PSchedulerConnector(place.settings.load_mode), worker=P2PWorkerConnector(place, links, taker)
+        scheduler=P2PSchedulerConnector(place.settings, worker.has_ready_peer, worker.hold), worker=worker
     )

@@ -10,7 +10,12 @@
     | <==== Unit (layer 0, [start, a)) + payload   |   one per layer and chunk, any order, idempotent
     | <==== Unit ...                               |
     | Credit ------------------------------------->|   bytes taken in: the window moves on
-    | <------------------------------- PrefillDone |   first token; nothing of this transfer follows
+    | <-------------------------------- FirstToken |   as soon as it is sampled, ahead of units that still wait
+    | <==== Unit ...                               |
+    | <------------------------------- PrefillDone |   nothing of this transfer follows
+    |                                              |
+    | Pull --------------------------------------->|   instead of Prefill: ship KV that is held under a lease
+    | ReleaseLease ------------------------------->|   nobody will come for it
     |                                              |
     | CancelTransfer ----------------------------->|
     | <---------------------------- TransferClosed |   nothing of this transfer will be written any more
@@ -76,6 +81,8 @@ class PeerPing(_Message, frozen=True, tag=True, kw_only=True):
     sequence: Count
     transfer_ids: list[Name] = []
     """All the transfers that are still wanted; the prefill node drops any other."""
+    lease_ids: list[Name] = []
+    """Held KV that a waiting request will come for."""
 
 
 class PeerPong(_Message, frozen=True, tag=True, kw_only=True):
@@ -103,6 +110,23 @@ class Prefill(_Message, frozen=True, tag=True, kw_only=True):
     """Block table of the request on the decode node, from position 0."""
 
 
+class Pull(_Message, frozen=True, tag=True, kw_only=True):
+    """The second supply mode: ship `[start, end)` of KV that is held under a lease."""
+
+    transfer_id: Name
+    lease_id: Name
+    digest: Annotated[bytes, Meta(max_length=32)]
+    """sha256 over cache salt and the leading `end` tokens; see `leases.prompt_digest`."""
+    start: Count
+    end: Count
+    block_ids: list[Count]
+    """Block table of the request on the decode node, from position 0."""
+
+
+class ReleaseLease(_Message, frozen=True, tag=True, kw_only=True):
+    lease_id: Name
+
+
 class CancelTransfer(_Message, frozen=True, tag=True, kw_only=True):
     transfer_id: Name
 
@@ -124,11 +148,17 @@ class Unit(_Message, frozen=True, tag=True, kw_only=True):
     """Sender's monotonic clock when the layer's KV was complete. Comparable on one host only."""
 
 
+class FirstToken(_Message, frozen=True, tag=True, kw_only=True):
+    transfer_id: Name
+    epoch: Name
+    token: SampledToken | None
+    """None where it was not wanted."""
+    num_cached_tokens: Count
+
+
 class PrefillDone(_Message, frozen=True, tag=True, kw_only=True):
     transfer_id: Name
     epoch: Name
-    first_token: SampledToken | None
-    num_cached_tokens: Count
     computed_at: float
     """Sender's monotonic clock when the last layer of the prompt was computed."""
 
@@ -145,8 +175,8 @@ class TransferFailed(_Message, frozen=True, tag=True, kw_only=True):
     reason: Text
 
 
-FromDecode = PeerHello | PeerPing | Prefill | CancelTransfer | Credit
-FromPrefill = PeerWelcome | PeerRefused | PeerPong | Unit | PrefillDone | TransferClosed | TransferFailed
+FromDecode = PeerHello | PeerPing | Prefill | Pull | ReleaseLease | CancelTransfer | Credit
+FromPrefill = PeerWelcome | PeerRefused | PeerPong | Unit | FirstToken | PrefillDone | TransferClosed | TransferFailed
 
 decode_from_decode_node: Decoder[FromDecode] = Decoder(FromDecode)
 decode_from_prefill_node: Decoder[FromPrefill] = Decoder(FromPrefill)

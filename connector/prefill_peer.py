@@ -102,15 +102,15 @@ class PrefillPeer:
                 self._pong(message)
         self._owner.peer_message(self, message, frames)
 
-    def tick(self, open_transfer_ids: list[str]) -> None:
-        """One heartbeat, with all the transfers that are wanted from this peer at this moment."""
+    def tick(self, open_transfer_ids: list[str], awaited_lease_ids: list[str]) -> None:
+        """One heartbeat, with all that is wanted from this peer at this moment."""
         silence = self._clock() - self._last_heard
         if self.state is PeerState.READY and silence > self._peer_timeout:
             self._lose(ErrorKind.PEER_UNREACHABLE, f"silent for {silence:.1f} s")
         if self.state is not PeerState.READY:
             self.send(self._hello)
         self._sequence += 1
-        self.send(PeerPing(sequence=self._sequence, transfer_ids=open_transfer_ids))
+        self.send(PeerPing(sequence=self._sequence, transfer_ids=open_transfer_ids, lease_ids=awaited_lease_ids))
 
     def close(self) -> None:
         if self.process is not None:

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from connector.codec import encode
+from connector.held_params import to_params
+from connector.kv_transfer_params import KVTransferParams
 from connector.link import Endpoint, Links
 from connector.server_messages import (
     Cancel,
@@ -18,6 +20,7 @@ from connector.server_messages import (
     NodeHello,
     NodeLoad,
     NodePong,
+    ReleaseKV,
     ServerHello,
     ServerPing,
     TokenOutput,
@@ -55,6 +58,16 @@ class NodeStatus:
     ready_peers: list[str]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestDoor:
+    """What the node does with what servers say. Called in the link's thread."""
+
+    make_request: Callable[[Generate, str], Request]
+    """Raises `RequestError` for what this node cannot do."""
+    release: Callable[[KVTransferParams], None]
+    status: Callable[[], NodeStatus]
+
+
 @dataclass(slots=True)
 class _Server:
     last_heard: float
@@ -70,15 +83,13 @@ class ServerLink:
         self,
         hello: NodeHello,
         taker: RequestTaker,
-        make_request: Callable[[Generate, str], Request],
-        status: Callable[[], NodeStatus],
+        door: RequestDoor,
         server_timeout: float,
     ) -> None:
         self.num_malformed = 0
         self._hello = hello
         self._taker = taker
-        self._make_request = make_request
-        self._status = status
+        self._door = door
         self._server_timeout = server_timeout
         self._servers: dict[bytes, _Server] = {}
         self._owners: dict[str, tuple[bytes, str]] = {}
@@ -139,6 +150,8 @@ class ServerLink:
                 self._send(peer, self._pong(sequence))
             case Generate():
                 self._on_generate(peer, server, message)
+            case ReleaseKV(kv_transfer_params=params):
+                self._door.release(params)
             case Cancel(request_ids=request_ids):
                 for request_id in request_ids:
                     if (ours := server.requests.get(request_id)) is not None:
@@ -155,9 +168,14 @@ class ServerLink:
             self._refuse(peer, message.request_id, "this request id is in use")
             return
         ours = f"{message.request_id}@{peer.hex()}"
+        try:
+            request = self._door.make_request(message, ours)
+        except RequestError as error:
+            self._refuse(peer, message.request_id, str(error))
+            return
         server.requests[message.request_id] = ours
         self._owners[ours] = (peer, message.request_id)
-        self._taker.submit(self._make_request(message, ours))
+        self._taker.submit(request)
 
     def _refuse(self, peer: bytes, request_id: str, reason: str) -> None:
         output = TokenOutput(
@@ -166,7 +184,7 @@ class ServerLink:
         self._send(peer, Tokens(outputs=[output]))
 
     def _pong(self, sequence: int) -> NodePong:
-        status = self._status()
+        status = self._door.status()
         return NodePong(
             sequence=sequence,
             ready=not status.reason,
@@ -205,4 +223,5 @@ def _token_output(output: RequestOutput, request_id: str) -> TokenOutput:
         num_cached_tokens=output.num_cached_tokens,
         error_kind=kind,
         error=text,
+        kv_transfer_params=to_params(output.kv_transfer_params) if output.kv_transfer_params else None,
     )

@@ -9,6 +9,7 @@
     | Generate -----------------------------> decode node
     | <------------------- Tokens (one per step, all requests of this server)
     | Cancel  ------------------------------> decode node
+    | ReleaseKV ----------------------------> any node
     |                                             |
     | <------------------------------ NodeGoodbye |   the node is going down
 
@@ -21,6 +22,7 @@ from msgspec import Meta, Struct
 
 from connector.codec import Decoder
 from connector.identity import Count, ModelIdentity, Name, Text, TokenId
+from connector.kv_transfer_params import KVTransferParams
 from engine.errors import ErrorKind
 from engine.request import SampledToken
 from engine.sampling_params import SamplingParams
@@ -56,10 +58,18 @@ class Generate(_Message, frozen=True, tag=True, kw_only=True):
     cache_salt: Text = ""
     prefill_nodes: list[Name] = []
     """Candidates by node name, best first. The decode node knows their addresses from its own peer table."""
+    kv_transfer_params: KVTransferParams | None = None
+    """A leg of a router's two-leg request."""
 
 
 class Cancel(_Message, frozen=True, tag=True, kw_only=True):
     request_ids: list[Name]
+
+
+class ReleaseKV(_Message, frozen=True, tag=True, kw_only=True):
+    """The second leg will not come: whoever holds this KV may free it now and need not wait for the lease's end."""
+
+    kv_transfer_params: KVTransferParams
 
 
 class NodeHello(_Message, frozen=True, tag=True, kw_only=True):
@@ -95,6 +105,8 @@ class TokenOutput(Struct, frozen=True, kw_only=True):
     num_cached_tokens: Count = 0
     error_kind: ErrorKind | None = None
     error: Text = ""
+    kv_transfer_params: KVTransferParams | None = None
+    """With the final output of a request that asked for its KV to be held."""
 
 
 class Tokens(_Message, frozen=True, tag=True, kw_only=True):
@@ -105,7 +117,7 @@ class NodeGoodbye(_Message, frozen=True, tag=True, kw_only=True):
     reason: Text
 
 
-FromServer = ServerHello | ServerPing | Generate | Cancel
+FromServer = ServerHello | ServerPing | Generate | Cancel | ReleaseKV
 FromNode = NodeHello | NodePong | Tokens | NodeGoodbye
 
 decode_from_server: Decoder[FromServer] = Decoder(FromServer)

@@ -87,9 +87,9 @@ class PeerProcess:
         # Several transfers may wait for one process: the last to forget it closes the handle.
         self._close = weakref.finalize(self, os.close, self._fd)
 
-    @property
-    def has_ended(self) -> bool:
-        readable, _, _ = select.select([self._fd], [], [], 0)
+    def has_ended(self, within: float = 0.0) -> bool:
+        """Waits at most `within` seconds for it."""
+        readable, _, _ = select.select([self._fd], [], [], within)
         return bool(readable)
 
     def close(self) -> None:

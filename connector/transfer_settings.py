@@ -17,21 +17,42 @@ class TransferSettings:
     zmq: messages over TCP."""
     load_mode: LoadMode = "async"
     """async: other requests run while KV arrives. sync: the forward starts at once and waits before each layer."""
+    remote_prefill_threshold: int = 16
+    """Fewer prompt tokens than this beyond the local prefix hit are computed on the decode node itself."""
+    fallback: Literal["local", "fail"] = "local"
+    """When no prefill node is ready: compute the prompt on the decode node, or end the request in an error."""
+    early_admission: bool = True
+    """Let a request run while its last layers are still arriving, if no step would wait for them too long."""
+    max_barrier_stall: float = 0.005
+    """The longest that an early request may be expected to hold up a step, in seconds."""
+    lease_seconds: float = 30.0
+    """How long KV is held for a second leg that shows no sign of life."""
     heartbeat_interval: float = 1.0
     """Between two signs of life on a link."""
     peer_timeout: float = 5.0
     """Silence after which a peer counts as lost."""
     transfer_timeout: float = 30.0
     """Time without any progress after which a transfer has failed; a queue that moves is progress."""
-    credit_bytes: int = 64 << 20
-    """KV bytes under way to this node from one peer at a time."""
+    credit_bytes: int = 8 << 20
+    """KV bytes under way to this node from one peer at a time. Words that overtake KV, such as the first token, wait
+    behind no more than this."""
     max_peers: int = 64
     """Peers accepted at once."""
 
     def __post_init__(self) -> None:
-        for name in ("heartbeat_interval", "peer_timeout", "transfer_timeout", "credit_bytes", "max_peers"):
+        for name in (
+            "heartbeat_interval",
+            "peer_timeout",
+            "transfer_timeout",
+            "lease_seconds",
+            "credit_bytes",
+            "max_peers",
+        ):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"--{name.replace('_', '-')} must be > 0, got {getattr(self, name)}")
+        for name in ("remote_prefill_threshold", "max_barrier_stall"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"--{name.replace('_', '-')} must be >= 0, got {getattr(self, name)}")
         if self.peer_timeout <= self.heartbeat_interval:
             raise ConfigError(
                 f"--peer-timeout must be longer than --heartbeat-interval ({self.heartbeat_interval}), "

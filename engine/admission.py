@@ -63,8 +63,8 @@ class Admission:
         return Verdict.LOAD if is_async else Verdict.RUN
 
     def _ask_connector(self, request: Request, num_local: int) -> tuple[int | None, bool]:
-        """The connector's answer, cut to what the request lacks. A preempted request never asks again."""
-        if self._connector is None or request.state is RequestState.PREEMPTED:
+        """The connector's answer, cut to what the request lacks."""
+        if self._connector is None or not request.may_load:
             return 0, False
         num_external, is_async = self._connector.get_num_new_matched_tokens(request, num_local)
         if num_external is None:

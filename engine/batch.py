@@ -63,8 +63,12 @@ class LoadFailure:
 
     kind: ErrorKind
     reason: str
+    num_valid_tokens: int | None = None
+    """Leading positions whose KV is in its blocks and checked, local hit included. None: the local hit alone."""
     is_fenced: bool = True
     """False: a writer that went silent may still reach the blocks. They stay pinned until the id is in `sent`."""
+    is_final: bool = False
+    """True: the request ends in an error whatever the policy."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,11 +81,14 @@ class ConnectorOutput:
     """
 
     sent: frozenset[str] = frozenset()
+    early: Mapping[str, LoadResult] = field(default_factory=dict)
+    """Loads still open whose requests may run all the same: each layer's barrier waits for what is missing. The one
+    kind after which the same id comes again."""
     received: Mapping[str, LoadResult] = field(default_factory=dict)
     failed: Mapping[str, LoadFailure] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
-        return bool(self.sent or self.received or self.failed)
+        return bool(self.sent or self.early or self.received or self.failed)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -62,6 +62,8 @@ class SchedulerConfig:
     """Most requests running at once."""
     long_prefill_token_threshold: int = 512
     """Most prompt tokens of one request computed in one step; 0 for no limit."""
+    kv_load_failure_policy: Literal["recompute", "fail"] = "recompute"
+    """A request whose KV cannot be loaded: recompute what is missing on this node, or end in an error."""
     watermark_blocks: int = 1
     """Blocks kept free when a request is admitted, so that running ones can grow before anybody is preempted."""
 

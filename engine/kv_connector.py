@@ -31,12 +31,12 @@ class SchedulerConnector(ABC):
     def update_state_after_alloc(self, request: Request, block_ids: Sequence[int], num_external_tokens: int) -> None:
         """Blocks were allocated for `request`; `num_external_tokens` of them are to be filled by a load (may be 0)."""
 
+    @abstractmethod
     def ships_kv(self, request: Request) -> bool:
         """Whether a transfer will read the blocks of `request` while it runs. Asked once, when they are allocated, with
         `request.num_external_tokens` set. If so they are pinned, and the request is not preempted, until it is reported
         as sent or failed, or `request_finished` says that it is not held.
         """
-        return request.kv_transfer is not None and request.num_external_tokens == 0
 
     @abstractmethod
     def build_connector_meta(self, batch: Batch) -> object:

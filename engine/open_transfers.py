@@ -28,15 +28,16 @@ class OpenTransfers:
         self._pool = pool
         self._loads: dict[str, Load] = {}
         self._ships: set[str] = set()
+        self._abandoned: set[str] = set()
 
     def __len__(self) -> int:
-        return len(self._loads.keys() | self._ships)
+        return len(self._loads.keys() | self._ships | self._abandoned)
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._loads.keys() | self._ships)
+        return iter(self._loads.keys() | self._ships | self._abandoned)
 
     def __contains__(self, request_id: str) -> bool:
-        return request_id in self._loads or request_id in self._ships
+        return request_id in self._loads or request_id in self._ships or request_id in self._abandoned
 
     def find_load(self, request_id: str) -> Load | None:
         return self._loads.get(request_id)
@@ -54,6 +55,18 @@ class OpenTransfers:
         was_open = self._loads.pop(request_id, None) is not None
         self._unpin_if_over(request_id)
         return was_open
+
+    def abandon_load(self, request_id: str) -> None:
+        """The load failed, but its writer may still reach the blocks: the pin stays until `end_abandoned`."""
+        if self._loads.pop(request_id, None) is not None:
+            self._abandoned.add(request_id)
+
+    def end_abandoned(self, request_id: str) -> bool:
+        """False if none was."""
+        was_abandoned = request_id in self._abandoned
+        self._abandoned.discard(request_id)
+        self._unpin_if_over(request_id)
+        return was_abandoned
 
     def end_ship(self, request_id: str) -> bool:
         """False if none was open."""

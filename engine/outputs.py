@@ -55,4 +55,10 @@ class SchedulerCounters:
     prompt_tokens_computed: int = 0
     """Computed on this node, recomputation after a preemption included; 0 where all prompts came from elsewhere."""
     prompt_tokens_loaded: int = 0
+    num_early_admissions: int = 0
+    """Requests that ran before all their KV was in."""
+    num_loads_recomputed: int = 0
+    """Loads that failed and whose requests went on by computing here."""
+    recomputed_tokens: int = 0
+    """What those loads were to bring and did not."""
     generated_tokens: int = 0

@@ -82,6 +82,8 @@ class Request:
     sampling: SamplingParams
     eos_token_ids: frozenset[int] = frozenset()
     cache_salt: str = ""
+    may_load: bool = True
+    """False once it was preempted or a load of it failed: from then on it computes here."""
     kv_transfer: object | None = None
     """What the connector needs to know about this request: where to load from, or where to ship to."""
     arrival_time: float = 0.0

@@ -74,6 +74,8 @@ class Scheduler:
         self._loaded: dict[str, Request] = {}
         self._running: dict[str, Request] = {}  # in order of admission
         self._outbox: list[RequestOutput] = []
+        self._disowned: set[str] = set()
+        """Requests whose share of the present step was computed on KV that turned out not to be there."""
         self._is_stalled = False
 
     @property
@@ -197,6 +199,7 @@ class Scheduler:
         del self._running[request.request_id]
         self._blocks.release(request)
         request.move(RequestState.PREEMPTED, self._clock())
+        request.may_load = False
         request.num_preemptions += 1
         self._waiting.push_front([request])
         plan.num_preempted += 1
@@ -237,14 +240,18 @@ class Scheduler:
 
     def update(self, batch: Batch, result: BatchResult) -> list[RequestOutput]:
         """Takes the worker's answer in. Requests that ended since `schedule` are passed over."""
+        self._disowned.clear()
         if result.connector_output:
             self._take_reports(result.connector_output)
         for scheduled in batch.requests:
             request = self._requests.get(scheduled.request_id)
-            if request is not None and request.state is RequestState.RUNNING:
+            if request is not None and self._keeps_share(request):
                 self._advance(request, scheduled, result)
         outputs, self._outbox = self._outbox, []
         return outputs
+
+    def _keeps_share(self, request: Request) -> bool:
+        return request.state is RequestState.RUNNING and request.request_id not in self._disowned
 
     def _advance(self, request: Request, scheduled: ScheduledRequest, result: BatchResult) -> None:
         why_not = result.unsampled.get(request.request_id)
@@ -310,6 +317,8 @@ class Scheduler:
 
     def _take_reports(self, output: ConnectorOutput) -> None:
         self._is_stalled = False
+        for request_id, result in output.early.items():
+            self._count_if_late(self._on_early(request_id, result))
         for request_id, failure in output.failed.items():
             self._count_if_late(self._on_failed(request_id, failure))
         for request_id, result in output.received.items():
@@ -321,7 +330,7 @@ class Scheduler:
         self.counters.num_late_connector_ids += not was_open
 
     def _on_sent(self, request_id: str) -> bool:
-        if self._transfers.end_ship(request_id):
+        if self._transfers.end_abandoned(request_id) or self._transfers.end_ship(request_id):
             return True
         # A cancelled or unfenced load of a request that is gone ends this way, too.
         return request_id not in self._requests and self._transfers.end_load(request_id)
@@ -355,20 +364,66 @@ class Scheduler:
             request.move(RequestState.WAITING, self._clock())
             self._loaded[request.request_id] = self._loading.pop(request.request_id)
 
+    def _on_early(self, request_id: str, result: LoadResult) -> bool:
+        """Runs from now on, though the load is open: its layers wait at their barriers."""
+        request = self._loading.get(request_id)
+        if request is None:
+            return False
+        self.counters.num_early_admissions += 1
+        if request.num_cached_tokens is None:
+            request.num_cached_tokens = max(self._local_hit_of(request_id), result.num_remote_cached_tokens)
+        self._leave_loading(request, result.first_token)
+        return True
+
+    def _local_hit_of(self, request_id: str) -> int:
+        load = self._transfers.find_load(request_id)
+        return load.start if load is not None else 0
+
     def _on_failed(self, request_id: str, failure: LoadFailure) -> bool:
         if request_id not in self._transfers:
             return False
         load = self._transfers.find_load(request_id)
-        if failure.is_fenced:
+        if load is None:
             self._transfers.end_all(request_id)
+        elif failure.is_fenced:
+            # A ship of the same blocks goes on, and keeps them pinned.
+            self._transfers.end_load(request_id)
         request = self._requests.get(request_id)
         if request is not None:
             self._lose_kv(request, load, failure)
         return True
 
     def _lose_kv(self, request: Request, load: Load | None, failure: LoadFailure) -> None:
-        """The policy: an error. Recomputing would roll `num_computed_tokens` back to `load.start` instead."""
+        num_valid = failure.num_valid_tokens
         if load is not None:
-            self._blocks.forget(request, load.start)
-        error = (failure.kind, failure.reason)
-        self._finish(request, RequestState.FINISHED_ERROR, error=error, is_fenced=failure.is_fenced)
+            num_valid = load.start if num_valid is None else max(num_valid, load.start)
+            self._blocks.forget(request, num_valid)
+        if load is None or failure.is_final or self._config.kv_load_failure_policy == "fail":
+            error = (failure.kind, failure.reason)
+            self._finish(request, RequestState.FINISHED_ERROR, error=error, is_fenced=failure.is_fenced)
+        else:
+            self._recompute(request, load, num_valid or 0, is_fenced=failure.is_fenced)
+
+    def _recompute(self, request: Request, load: Load, num_valid: int, *, is_fenced: bool) -> None:
+        """Goes on here with what did arrive; without any of it where a silent writer may still reach the blocks."""
+        request.may_load = False
+        self._disowned.add(request.request_id)
+        self.counters.num_loads_recomputed += 1
+        self.counters.recomputed_tokens += load.start + load.num_tokens - num_valid
+        if is_fenced:
+            request.num_computed_tokens = min(num_valid, request.num_tokens - 1)
+            self._blocks.publish(request, 0)
+            if request.request_id in self._loading:
+                self._leave_loading(request, None)
+        else:
+            self._transfers.abandon_load(request.request_id)
+            self._start_over(request)
+
+    def _start_over(self, request: Request) -> None:
+        for place in (self._running, self._loading, self._loaded):
+            place.pop(request.request_id, None)
+        self._blocks.release(request)
+        is_running = request.state is RequestState.RUNNING
+        if request.state is not RequestState.WAITING:
+            request.move(RequestState.PREEMPTED if is_running else RequestState.WAITING, self._clock())
+        self._waiting.push_front([request])

@@ -5,6 +5,7 @@ import socket
 import sys
 from collections.abc import Sequence
 
+from connector import failpoints
 from connector.link import Links
 from connector.parent_link import ParentLink
 from connector.zmq_link import ZmqLinks
@@ -30,6 +31,7 @@ def run(config: ServerConfig) -> int:
     """Raises `ConfigError` before anything is started. The port comes first: it is what most often is taken."""
     logging.basicConfig(level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
+    failpoints.arm_from_environment()
     parent = None if config.parent_fd is None else ParentLink(config.parent_fd)
     with bind(config.host, config.port) as listener:
         service = Service(config, load_model_assets(resolve_model(config.model)))

@@ -15,6 +15,7 @@ import orjson
 
 from server.choice import Delta
 from server.generation import Generation
+from server.kv_transfer import FIELD, shown
 from server.tokenizer import Tokenizer
 
 DONE = b"data: [DONE]\n\n"
@@ -82,8 +83,13 @@ class Answer(ABC):
         for delta in deltas:
             _merge(merged[delta.index], delta)
         choices = [self._finished(self.whole_choice(whole), whole) for whole in merged]
-        header = self._header(self.object_name)
-        return orjson.dumps({**header, "choices": choices, "usage": self._usage(), **self.prompt_fields()})
+        body = {**self._header(self.object_name), "choices": choices, "usage": self._usage()}
+        return orjson.dumps({**body, **self.prompt_fields(), **self._transfer_fields()})
+
+    def _transfer_fields(self) -> dict[str, Any]:
+        """Where the KV is held, if it is. Requests that ask for it have one choice, and never stream."""
+        params = self.generation.choices[0].kv_transfer_params
+        return {} if params is None else {FIELD: shown(params)}
 
     def _streamed(self, delta: Delta) -> dict[str, Any]:
         choice = self.chunk_choice(delta)

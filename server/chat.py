@@ -9,11 +9,12 @@ from engine.errors import RequestError
 from server.answer import Answer, AnswerOptions
 from server.choice import Delta
 from server.generation import Generation
+from server.kv_transfer import FIELD, check_leg, leg_of
 from server.logprobs import chat_logprobs
 from server.prompts import Prompt
 from server.protocol import ChatBody, refuse_unsupported
 from server.request_options import answer_options, output_options
-from server.respond import respond
+from server.respond import raise_if_gone, respond
 from server.sampling import base_sampling, for_choice, output_budget
 from server.service import Job, Service, Submission
 
@@ -23,24 +24,39 @@ def chat_routes(service: Service) -> APIRouter:
 
     @router.post("/v1/chat/completions")
     async def create_chat_completion(body: ChatBody, request: Request) -> Response:
-        arrival = time.monotonic()
-        model = service.model_name(body.model)
-        refuse_unsupported(body)
-        max_model_len = service.admit()
-        num_top = _num_top_logprobs(body)
-        options = answer_options(body, request.state.request_id, model, service.assets.tokenizer, num_top)
-        prompt = await service.prompts.read_chat(body.messages, body, max_model_len)
-        submission = Submission(
-            request_id=options.request_id,
-            arrival=arrival,
-            jobs=_jobs(body, prompt, service, max_model_len),
-            options=output_options(body),
-            cache_salt=body.cache_salt or "",
-        )
-        answer = ChatAnswer(options, service.start(submission), prompt)
+        with service.released_on_failure(leg_of(body)):
+            answer = await _start(body, request, service)
         return await respond(request, answer, stream=bool(body.stream))
 
     return router
+
+
+async def _start(body: ChatBody, request: Request, service: Service) -> "ChatAnswer":
+    arrival = time.monotonic()
+    model = service.model_name(body.model)
+    refuse_unsupported(body)
+    check_leg(body)
+    max_model_len = service.admit()
+    num_top = _num_top_logprobs(body)
+    options = answer_options(body, request.state.request_id, model, service.assets.tokenizer, num_top)
+    prompt = await _read(body, service, max_model_len)
+    submission = Submission(
+        request_id=options.request_id,
+        arrival=arrival,
+        jobs=_jobs(body, prompt, service, max_model_len),
+        options=output_options(body),
+        cache_salt=body.cache_salt or "",
+        kv_transfer_params=leg_of(body),
+    )
+    await raise_if_gone(request)
+    return ChatAnswer(options, service.start(submission), prompt)
+
+
+async def _read(body: ChatBody, service: Service, max_model_len: int) -> Prompt:
+    leg = body.kv_transfer_params
+    if leg is not None and leg.is_leg and leg.prompt_token_ids is not None:
+        return service.prompts.read_token_ids(leg.prompt_token_ids, f"{FIELD}.prompt_token_ids")
+    return await service.prompts.read_chat(body.messages, body, max_model_len)
 
 
 def _num_top_logprobs(body: ChatBody) -> int | None:

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from connector.kv_transfer_params import KVTransferParams
 from connector.server_messages import TokenOutput
 from engine.request import SampledToken
 from server.detokenizer import Detokenizer
@@ -44,6 +45,8 @@ class Choice:
         self.num_prompt_tokens = len(prompt)
         self.num_tokens = 0
         self.num_cached_tokens = 0
+        self.kv_transfer_params: KVTransferParams | None = None
+        """Where the node holds the KV, if it was asked to."""
         self._options = options
         self._detokenizer = Detokenizer(tokenizer, prompt, skip_special_tokens=options.skip_special_tokens)
         self._stops = StopStrings(options.stop, include_in_output=options.include_stop_str_in_output)
@@ -52,6 +55,7 @@ class Choice:
     def add(self, output: TokenOutput) -> Delta:
         """The delta of one output. After one with a finish reason no other may be added."""
         self.num_cached_tokens = max(self.num_cached_tokens, output.num_cached_tokens)
+        self.kv_transfer_params = output.kv_transfer_params
         delta = Delta(self.index, finish_reason=output.finish_reason, stop_reason=output.stop_reason)
         delta.text = self._read(output)
         if delta.finish_reason is not None:

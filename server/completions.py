@@ -10,11 +10,12 @@ from engine.errors import RequestError
 from server.answer import Answer, AnswerOptions
 from server.choice import Delta
 from server.generation import Generation
+from server.kv_transfer import check_leg, leg_of
 from server.logprobs import CompletionLogprobs
 from server.prompts import Prompt
 from server.protocol import CompletionBody, refuse_unsupported
 from server.request_options import answer_options, output_options
-from server.respond import respond
+from server.respond import raise_if_gone, respond
 from server.sampling import base_sampling, for_choice, output_budget
 from server.service import Job, Service, Submission
 from server.tokenizer import Tokenizer
@@ -27,28 +28,36 @@ def completion_routes(service: Service) -> APIRouter:
 
     @router.post("/v1/completions")
     async def create_completion(body: CompletionBody, request: Request) -> Response:
-        arrival = time.monotonic()
-        model = service.model_name(body.model)
-        _check(body)
-        max_model_len = service.admit()
-        prompts = await service.prompts.read_completion(body, max_model_len)
-        options = answer_options(body, request.state.request_id, model, service.assets.tokenizer, body.logprobs)
-        echoes = [_echo(prompt, options.tokenizer) if body.echo else "" for prompt in prompts]
-        submission = Submission(
-            request_id=options.request_id,
-            arrival=arrival,
-            jobs=_jobs(body, prompts, service, max_model_len),
-            options=output_options(body),
-            cache_salt=body.cache_salt or "",
-        )
-        answer = CompletionAnswer(options, service.start(submission), prompts, echoes)
+        with service.released_on_failure(leg_of(body)):
+            answer = await _start(body, request, service)
         return await respond(request, answer, stream=bool(body.stream))
 
     return router
 
 
+async def _start(body: CompletionBody, request: Request, service: Service) -> "CompletionAnswer":
+    arrival = time.monotonic()
+    model = service.model_name(body.model)
+    _check(body)
+    max_model_len = service.admit()
+    prompts = await service.prompts.read_completion(body, max_model_len)
+    options = answer_options(body, request.state.request_id, model, service.assets.tokenizer, body.logprobs)
+    echoes = [_echo(prompt, options.tokenizer) if body.echo else "" for prompt in prompts]
+    submission = Submission(
+        request_id=options.request_id,
+        arrival=arrival,
+        jobs=_jobs(body, prompts, service, max_model_len),
+        options=output_options(body),
+        cache_salt=body.cache_salt or "",
+        kv_transfer_params=leg_of(body),
+    )
+    await raise_if_gone(request)
+    return CompletionAnswer(options, service.start(submission), prompts, echoes)
+
+
 def _check(body: CompletionBody) -> None:
     refuse_unsupported(body)
+    check_leg(body, len(body.prompt))
     if body.best_of not in (None, body.n or 1):
         raise RequestError("best_of other than n is not supported by this server", param="best_of")
     if body.echo and body.logprobs is not None:

@@ -17,9 +17,11 @@ class ServerConfig:
     served_model_name: tuple[str, ...] = ()
     """Name that clients use; repeat for aliases. Default: the text of --model."""
     decode: tuple[str, ...] = ()
-    """Decode node to dial, such as tcp://127.0.0.1:7001. Repeat for more; at least one."""
+    """Decode node to dial, such as tcp://127.0.0.1:7001. Repeat for more; at least one, or --node."""
     prefill: tuple[str, ...] = ()
     """Prefill node to dial. Repeat for more."""
+    node: str | None = None
+    """A single node of either role to serve, for a router that sends a request's two legs itself. Excludes --decode."""
     host: str = "127.0.0.1"
     """Address to listen on."""
     port: int = 8000
@@ -44,7 +46,6 @@ class ServerConfig:
         _require(all(self.served_model_name), "--served-model-name", "must not be empty", self.served_model_name)
         _require(0 <= self.port <= 65535, "--port", "must be in [0, 65535]", self.port)
         _require(self.max_body_bytes >= 1, "--max-body-bytes", "must be at least 1", self.max_body_bytes)
-        _require(len(self.decode) >= 1, "--decode", "must be given at least once", "none")
         self._check_addresses()
         self._check_durations()
 
@@ -54,7 +55,10 @@ class ServerConfig:
         return self.served_model_name or (self.model,)
 
     def _check_addresses(self) -> None:
-        for flag, addresses in (("--decode", self.decode), ("--prefill", self.prefill)):
+        node = () if self.node is None else (self.node,)
+        _require(bool(self.decode or node), "--decode or --node", "must be given", "neither")
+        _require(not node or not (self.decode or self.prefill), "--node", "excludes --decode and --prefill", "both")
+        for flag, addresses in (("--decode", self.decode), ("--prefill", self.prefill), ("--node", node)):
             for address in addresses:
                 _require(address.startswith("tcp://"), flag, "must look like tcp://HOST:PORT", address)
         addresses = self.decode + self.prefill

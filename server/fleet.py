@@ -1,4 +1,8 @@
-"""All nodes of one server: which are fit to serve together, which one a request goes to, and their heartbeat."""
+"""All nodes of one server: which are fit to serve together, which one a request goes to, and their heartbeat.
+
+With --decode and --prefill they are a ring: requests go to a decode node. With --node there is one, of whatever role,
+and requests go to it.
+"""
 
 import asyncio
 import contextlib
@@ -10,6 +14,7 @@ from dataclasses import dataclass
 
 from connector.codec import PROTOCOL_VERSION
 from connector.identity import ModelIdentity
+from connector.kv_transfer_params import KVTransferParams
 from connector.link import Links
 from connector.server_messages import Generate, NodeHello, TokenOutput
 from engine.errors import ErrorKind, ServingError
@@ -26,11 +31,29 @@ logger = logging.getLogger(__name__)
 class NodeStatus:
     """One node, for people and probes."""
 
-    role: str
+    role: str | None
+    """None for the node of --node until it has said what it is."""
     address: str
     name: str
     ready: bool
     reason: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """One sequence for a node, less what routing adds."""
+
+    request_id: str
+    token_ids: Sequence[int]
+    sampling: SamplingParams
+    cache_salt: str = ""
+    kv_transfer_params: KVTransferParams | None = None
+
+    @property
+    def holder(self) -> str | None:
+        """The node that holds KV for it, by name."""
+        params = self.kv_transfer_params
+        return _holder(params) if params is not None and params.do_remote_prefill else None
 
 
 class Fleet:
@@ -39,8 +62,12 @@ class Fleet:
     def __init__(self, config: ServerConfig, metrics: Metrics) -> None:
         self._config = config
         self._metrics = metrics
-        self._decode = [NodeClient(address, "decode", metrics) for address in config.decode]
-        self._prefill = [NodeClient(address, "prefill", metrics) for address in config.prefill]
+        self._takers = [NodeClient(address, "decode", metrics, self._note_whole) for address in config.decode]
+        """Where requests go: the decode nodes, or the node of --node."""
+        if config.node is not None:
+            self._takers.append(NodeClient(config.node, None, metrics, self._note_whole))
+        self._prefill = [NodeClient(address, "prefill", metrics, self._note_whole) for address in config.prefill]
+        self._was_whole = False
         self._turn = 0
         self._heartbeat: asyncio.Task[None] | None = None
 
@@ -58,28 +85,29 @@ class Fleet:
         for node in self._nodes:
             node.hang_up()
 
-    def submit(
-        self, request_id: str, token_ids: Sequence[int], sampling: SamplingParams, cache_salt: str, sink: OutputSink
-    ) -> "Flight":
-        """Sends one sequence to a decode node. Raises `ServingError` if none is ready."""
+    def submit(self, work: Work, sink: OutputSink) -> "Flight":
+        """Sends one sequence to a node that takes requests. Raises `ServingError` if none is ready."""
         self._turn += 1
-        decode = {node.name: node for node in self._ready(self._decode)}
+        takers = {node.name: node for node in self._ready(self._takers)}
         prefill = {node.name: node for node in self._ready(self._prefill)}
         prefill_views = [node.view() for node in prefill.values()]
-        chosen = pick_decode([node.view() for node in decode.values()], prefill_views, self._turn)
+        views = [node.view() for node in takers.values()]
+        chosen = pick_decode(views, prefill_views, self._turn, holder=work.holder)
         if chosen is None:
-            raise ServingError(self.no_decode_reason or "no decode node", kind=ErrorKind.NO_NODE_READY)
+            raise ServingError(self.cannot_serve_reason or "no decode node", kind=ErrorKind.NO_NODE_READY)
         candidates = rank_prefill(prefill_views, chosen, self._turn)
-        flight = Flight(request_id, decode[chosen.name], prefill[candidates[0]] if candidates else None, sink)
-        message = Generate(
-            request_id=request_id,
-            prompt_token_ids=list(token_ids),
-            sampling=sampling,
-            cache_salt=cache_salt,
-            prefill_nodes=candidates,
-        )
-        flight.start(message)
+        # Where KV is held already, the candidates are only the way out if it cannot be fetched.
+        computes = prefill[candidates[0]] if candidates and work.holder is None else None
+        flight = Flight(work.request_id, takers[chosen.name], computes, sink)
+        flight.start(_message(work, candidates))
         return flight
+
+    def release(self, params: KVTransferParams) -> None:
+        """Nobody will fetch this KV: tells its holder, or all who may know the holder if it is none of our nodes."""
+        self._metrics.kv_releases.inc()
+        known = [node for node in self._nodes if node.hello is not None and self._refusal(node) is None]
+        for node in [node for node in known if node.name == _holder(params)] or known:
+            node.release(params)
 
     @property
     def max_model_len(self) -> int | None:
@@ -88,24 +116,23 @@ class Fleet:
         return min(lengths, default=None) if self._reference else None
 
     @property
-    def no_decode_reason(self) -> str | None:
+    def cannot_serve_reason(self) -> str | None:
         """Why nothing can be served at all; None if something can."""
-        if self._ready(self._decode):
+        if self._ready(self._takers):
             return None
-        return self._story("no decode node is ready", self._decode)
+        headline = "no decode node is ready" if self._config.node is None else "the node is not ready"
+        return self._story(headline, self._takers)
 
     @property
     def not_ready_reason(self) -> str | None:
-        """Why the ring is not whole; None if it is."""
-        reason = self.no_decode_reason
-        if reason is not None or not self._prefill:
-            return reason
-        prefill = {node.name for node in self._ready(self._prefill)}
-        if not prefill:
-            return self._story("no prefill node is ready", self._prefill)
-        if not any(node.view().ready_peers & prefill for node in self._ready(self._decode)):
-            return "no decode node has met a ready prefill node yet"
-        return None
+        """Why no traffic should come here; None if it may.
+
+        A ring that is still being started is not ready before it is whole: until then all prompts would be computed on
+        the decode nodes. One that was whole stays ready as long as a decode node is: without its prefill nodes it is
+        slower, but a load balancer that turned away from it would turn a slow answer into none.
+        """
+        reason = self.cannot_serve_reason
+        return reason if reason is not None or self._was_whole else self._not_whole_reason()
 
     def statuses(self) -> list[NodeStatus]:
         return [
@@ -116,12 +143,28 @@ class Fleet:
 
     @property
     def _nodes(self) -> list[NodeClient]:
-        return self._decode + self._prefill
+        return self._takers + self._prefill
 
     @property
     def _reference(self) -> ModelIdentity | None:
         """What all must serve: the model of the first decode node that is known."""
-        return next((node.identity for node in self._decode if node.identity is not None), None)
+        return next((node.identity for node in self._takers if node.identity is not None), None)
+
+    def _note_whole(self) -> None:
+        """After every heartbeat answered, so that a ring that is whole only briefly, or unwatched, counts too."""
+        if not self._was_whole and self.cannot_serve_reason is None:
+            self._was_whole = self._not_whole_reason() is None
+
+    def _not_whole_reason(self) -> str | None:
+        """Which part is missing besides the nodes that requests go to; None if none is."""
+        if not self._prefill:
+            return None
+        prefill = {node.name for node in self._ready(self._prefill)}
+        if not prefill:
+            return self._story("no prefill node is ready", self._prefill)
+        if not any(node.view().ready_peers & prefill for node in self._ready(self._takers)):
+            return "no decode node has met a ready prefill node yet"
+        return None
 
     def _ready(self, nodes: Sequence[NodeClient]) -> list[NodeClient]:
         return [node for node in nodes if self._not_ready_reason(node) is None]
@@ -136,7 +179,7 @@ class Fleet:
         names = Counter(other.name for other in self._nodes if other.hello)
         if names[node.name] > 1:
             return f"incompatible: another node is called {node.name} too"
-        return _refuse(node.hello, node.role, self._reference)
+        return _refuse(node.hello, node.expected_role, self._reference)
 
     def _story(self, headline: str, nodes: Sequence[NodeClient]) -> str:
         details = [f"{node.name}: {reason}" for node in nodes if (reason := self._not_ready_reason(node))]
@@ -150,6 +193,8 @@ class Fleet:
             await asyncio.sleep(self._config.heartbeat_interval)
 
     def _measure(self, node: NodeClient) -> None:
+        if node.role is None:
+            return
         labels = (node.role, node.address)
         self._metrics.node_ready.labels(*labels).set(self._not_ready_reason(node) is None)
         self._metrics.node_requests.labels(*labels).set(node.num_requests)
@@ -186,10 +231,26 @@ class Flight:
             self._prefill = None
 
 
-def _refuse(hello: NodeHello, role: str, reference: ModelIdentity | None) -> str | None:
+def _holder(params: KVTransferParams) -> str | None:
+    """The node's name; an engine id is NAME@EPOCH."""
+    return (params.remote_engine_id or "").rpartition("@")[0] or None
+
+
+def _message(work: Work, candidates: list[str]) -> Generate:
+    return Generate(
+        request_id=work.request_id,
+        prompt_token_ids=list(work.token_ids),
+        sampling=work.sampling,
+        cache_salt=work.cache_salt,
+        prefill_nodes=candidates,
+        kv_transfer_params=work.kv_transfer_params,
+    )
+
+
+def _refuse(hello: NodeHello, role: str | None, reference: ModelIdentity | None) -> str | None:
     if hello.protocol_version != PROTOCOL_VERSION:
         return f"incompatible: protocol version {hello.protocol_version}, the server speaks {PROTOCOL_VERSION}"
-    if hello.role != role:
+    if role not in (None, hello.role):
         return f"incompatible: it is a {hello.role} node, but was given as --{role}"
     differences = reference.mismatch(hello.model) if reference else None
     return f"incompatible with the first decode node: {differences}" if differences else None

@@ -12,6 +12,7 @@ from starlette.exceptions import HTTPException
 
 from engine.errors import ErrorKind, RequestError, ServingError
 from server.generation import ClientGone
+from server.kv_transfer import leg_of_invalid
 from server.service import Service, UnknownModel
 
 logger = logging.getLogger(__name__)
@@ -78,6 +79,7 @@ def install_error_handlers(app: FastAPI, service: Service) -> None:
 
     @app.exception_handler(RequestValidationError)
     async def on_validation_error(request: Request, error: RequestValidationError) -> Response:
+        service.release(leg_of_invalid(error.body))
         message, param = _first_complaint(error.errors())
         return error_response(400, message, param)
 

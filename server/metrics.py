@@ -77,6 +77,9 @@ class Metrics:
         self.late_outputs = Counter(
             "pdserve_late_outputs", "Outputs for sequences that are already over.", registry=registry
         )
+        self.kv_releases = Counter(
+            "pdserve_kv_releases", "Held KV given back because no node will fetch it.", registry=registry
+        )
         self.malformed = Counter("pdserve_malformed_messages", "Messages that could not be read.", registry=registry)
         self.disconnects = Counter("pdserve_client_disconnects", "Requests whose client left.", registry=registry)
 

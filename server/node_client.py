@@ -16,8 +16,10 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Protocol, assert_never
 
+from connector import failpoints
 from connector.codec import PROTOCOL_VERSION, encode
 from connector.identity import ModelIdentity
+from connector.kv_transfer_params import KVTransferParams
 from connector.link import Endpoint, LinkHandler, Links
 from connector.server_messages import (
     Cancel,
@@ -28,6 +30,7 @@ from connector.server_messages import (
     NodeHello,
     NodeLoad,
     NodePong,
+    ReleaseKV,
     Role,
     ServerHello,
     ServerPing,
@@ -51,13 +54,17 @@ class OutputSink(Protocol):
 class NodeClient(LinkHandler):
     """One configured node address."""
 
-    def __init__(self, address: str, role: Role, metrics: Metrics) -> None:
+    def __init__(self, address: str, role: Role | None, metrics: Metrics, on_pong: Callable[[], None]) -> None:
         self.address = address
+        self.expected_role = role
+        """None: either will do."""
         self.role = role
+        """As expected, else as the node last said; None until then."""
         self.hello: NodeHello | None = None
         self.num_expected = 0
         """On a prefill node: sequences that have it as first candidate and no token yet."""
         self._metrics = metrics
+        self._on_pong = on_pong
         self._loop: asyncio.AbstractEventLoop | None = None
         self._endpoint: Endpoint | None = None
         self._is_up = False
@@ -115,12 +122,16 @@ class NodeClient(LinkHandler):
 
     def generate(self, message: Generate, sink: OutputSink) -> None:
         self._sinks[message.request_id] = sink
-        self._send(message)
+        if not (failpoints.armed and failpoints.hit("server.before_generate")):
+            self._send(message)
 
     def cancel(self, request_id: str) -> None:
         """Nothing more comes for this request. Does nothing if it is already over."""
         if self._sinks.pop(request_id, None) is not None:
             self._send(Cancel(request_ids=[request_id]))
+
+    def release(self, params: KVTransferParams) -> None:
+        self._send(ReleaseKV(kv_transfer_params=params))
 
     def beat(self, now: float, timeout: float) -> None:
         """One heartbeat: ping, greet again if unanswered, and give up a node that is silent."""
@@ -171,6 +182,7 @@ class NodeClient(LinkHandler):
             case NodePong():
                 self._pong = message if self.hello else None
                 self._num_here_at_pong = self.num_requests
+                self._on_pong()
             case NodeHello():
                 self._meet(message)
             case NodeGoodbye():
@@ -181,15 +193,24 @@ class NodeClient(LinkHandler):
                 assert_never(message)
 
     def _deliver(self, outputs: Sequence[TokenOutput], now: float) -> None:
+        if failpoints.armed:
+            failpoints.hit("server.on_tokens")
         for output in outputs:
             request_id = output.request_id
             sink = self._sinks.get(request_id)
             if sink is None:
-                self._metrics.late_outputs.inc()
+                self._drop_late(output)
                 continue
             if output.finish_reason is not None:
                 del self._sinks[request_id]
             sink.put(output, now)
+
+    def _drop_late(self, output: TokenOutput) -> None:
+        self._metrics.late_outputs.inc()
+        if output.kv_transfer_params is not None:
+            # Held for a request that was given up meanwhile: nobody will be told where.
+            self._metrics.kv_releases.inc()
+            self.release(output.kv_transfer_params)
 
     def _meet(self, hello: NodeHello) -> None:
         if self.hello is not None and self.hello.epoch != hello.epoch:
@@ -197,6 +218,7 @@ class NodeClient(LinkHandler):
         if self.hello is None:
             logger.info("met %s node %s at %s", hello.role, hello.name, self.address)
         self.hello = hello
+        self.role = self.expected_role or hello.role
         if self._orphans:
             self._send(Cancel(request_ids=self._orphans))
             self._orphans = []

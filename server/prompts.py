@@ -48,14 +48,18 @@ class PromptReader:
         self._check_length(num_chars, max_model_len, "messages")
         return _checked(await _off_loop(num_chars, lambda: self._render(messages, fields)), "messages")
 
+    def read_token_ids(self, token_ids: Sequence[int], param: str) -> Prompt:
+        """Of a prompt that the client tokenized."""
+        highest = max(token_ids)
+        if highest >= self._assets.vocab_size:
+            rule = f"token ids must be below {self._assets.vocab_size}, got {highest}"
+            raise RequestError(f"{param}: {rule}", param=param)
+        return Prompt(token_ids)
+
     async def _read_prompt(self, prompt: str | list[int], add_special_tokens: bool, max_model_len: int) -> Prompt:
         if isinstance(prompt, str):
             return await self.read_text(prompt, max_model_len, add_special_tokens=add_special_tokens)
-        highest = max(prompt)
-        if highest >= self._assets.vocab_size:
-            rule = f"token ids must be below {self._assets.vocab_size}, got {highest}"
-            raise RequestError(f"prompt: {rule}", param="prompt")
-        return Prompt(prompt)
+        return self.read_token_ids(prompt, "prompt")
 
     def _render(self, messages: Sequence[ChatMessage], fields: TemplateFields) -> Prompt:
         template = self._assets.chat_template

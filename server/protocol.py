@@ -16,6 +16,7 @@ MAX_CHOICES = 128
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARS = 1024
 MAX_TOP_LOGPROBS = 20
+MAX_COUNT = 2**53
 
 
 def _check_unicode(text: str) -> str:
@@ -48,6 +49,23 @@ def _parse_prompt(value: Any) -> list[str] | list[list[int]]:
         "prompt_type",
         "Input should be a string, a list of strings, a list of token ids or a list of such lists, not empty",
     )
+
+
+def _parse_prompt_ids(value: Any) -> list[int] | None:
+    if value is None or (isinstance(value, list) and _is_token_ids(value)):
+        return value
+    raise PydanticCustomError("token_ids", "Input should be a list of token ids, not empty")
+
+
+def _parse_block_ids(value: Any) -> list[int | list[int]] | None:
+    """Flat, or one list for each group of layers."""
+    if value is None:
+        return None
+    if isinstance(value, list):
+        flat = [block for item in value for block in (item if isinstance(item, list) else [item])]
+        if all(type(block) is int and 0 <= block <= MAX_COUNT for block in flat):
+            return value
+    raise PydanticCustomError("block_ids", "Input should be a list of block ids or a list of such lists")
 
 
 def _parse_stop(value: Any) -> list[str]:
@@ -93,6 +111,46 @@ class StreamOptions(BaseModel):
     continuous_usage_stats: bool | None = False
 
 
+Count = Annotated[int, Field(ge=0, le=MAX_COUNT)]
+Label = Annotated[Text, Field(max_length=65536)]
+
+
+class KVTransferBody(BaseModel):
+    """One leg of a request that a router sends in two: first to a prefill node, which holds the prompt's KV and says
+    where, then with what it said to a decode node. Without a true `do_` field the others mean nothing. Unknown fields
+    are ignored; no address given here is ever dialled.
+    """
+
+    model_config = ConfigDict(strict=True)
+
+    do_remote_decode: bool | None = None
+    """Hold the KV when the request is over. The response, which cannot be a stream, says where."""
+    do_remote_prefill: bool | None = None
+    """Fetch the prompt's KV from where the other fields say that it is held."""
+    remote_engine_id: Label | None = None
+    remote_request_id: Label | None = None
+    remote_block_ids: Annotated[
+        list[int | list[int]] | None,
+        PlainValidator(_parse_block_ids, json_schema_input_type=list[int] | list[list[int]] | None),
+    ] = None
+    remote_host: Label | None = None
+    remote_port: Annotated[int, Field(ge=0, le=65535)] | None = None
+    remote_num_tokens: Count | None = None
+    remote_prefill_cached_tokens: Count | None = None
+    remote_blocks_expiry_time: Annotated[float, Field(allow_inf_nan=False)] | None = None
+    tp_size: Count | None = None
+    transfer_mode: Label | None = None
+    protocol_version: Count | None = None
+    prompt_token_ids: Annotated[
+        list[int] | None, PlainValidator(_parse_prompt_ids, json_schema_input_type=list[int] | None)
+    ] = None
+    """In a chat: the prompt as the other leg tokenized it, so that the messages need not be rendered again."""
+
+    @property
+    def is_leg(self) -> bool:
+        return bool(self.do_remote_decode or self.do_remote_prefill)
+
+
 class GenerationBody(_Body):
     """Fields that both kinds of completion share."""
 
@@ -117,6 +175,7 @@ class GenerationBody(_Body):
     skip_special_tokens: bool | None = True
     return_token_ids: bool | None = False
     cache_salt: Annotated[Text, Field(max_length=1024)] | None = None
+    kv_transfer_params: KVTransferBody | None = None
 
 
 class CompletionBody(GenerationBody):
@@ -196,7 +255,6 @@ _UNSUPPORTED: dict[str, Neutral] = {
         "guided_grammar",
         "guided_json",
         "guided_regex",
-        "kv_transfer_params",
         "logits_processors",
         "prompt_embeds",
         "prompt_logprobs",

@@ -18,6 +18,12 @@ from server.http_errors import serving_error_body
 logger = logging.getLogger(__name__)
 
 
+async def raise_if_gone(request: Request) -> None:
+    """Raises `ClientGone` if the client left while its prompt was read: no node need hear of the request."""
+    if await request.is_disconnected():
+        raise ClientGone
+
+
 async def respond(request: Request, answer: Answer, *, stream: bool) -> Response:
     """Raises `ServingError` or `ClientGone` if the request ends before anything was sent."""
     first = await _first_deltas(request, answer.generation)

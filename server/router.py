@@ -19,14 +19,22 @@ class NodeView:
     """On a decode node: the prefill nodes it can reach."""
 
 
-def pick_decode(decode: Sequence[NodeView], prefill: Sequence[NodeView], turn: int) -> NodeView | None:
+def pick_decode(
+    decode: Sequence[NodeView], prefill: Sequence[NodeView], turn: int, *, holder: str | None = None
+) -> NodeView | None:
     """The decode node for the next request; None if there is none.
 
-    While prefill nodes exist, a decode node that reaches at least one comes before one that reaches none.
+    Where KV for it is held somewhere, the holder itself comes first, then a node that reaches it. While prefill nodes
+    exist, a decode node that reaches at least one comes before one that reaches none.
     """
     names = {node.name for node in prefill}
-    reaching = [node for node in decode if node.ready_peers & names]
-    ranked = _by_load(reaching or decode, turn)
+    by_preference = (
+        [node for node in decode if node.name == holder],
+        [node for node in decode if holder in node.ready_peers],
+        [node for node in decode if node.ready_peers & names],
+        decode,
+    )
+    ranked = _by_load(next((nodes for nodes in by_preference if nodes), ()), turn)
     return ranked[0] if ranked else None
 
 

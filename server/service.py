@@ -2,15 +2,17 @@
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from uuid import uuid4
 
+from connector.kv_transfer_params import KVTransferParams
 from engine.errors import ErrorKind, PdserveError, RequestError, ServingError
 from engine.sampling_params import SamplingParams
 from server.choice import Choice, OutputOptions
 from server.config import ServerConfig
-from server.fleet import Fleet, Flight
+from server.fleet import Fleet, Flight, Work
 from server.generation import Generation
 from server.metrics import Metrics, SequenceBooks
 from server.model_assets import ModelAssets
@@ -47,6 +49,8 @@ class Submission:
     jobs: Sequence[Job]
     options: OutputOptions
     cache_salt: str = ""
+    kv_transfer_params: KVTransferParams | None = None
+    """Only with a single job."""
 
 
 class Service:
@@ -75,8 +79,8 @@ class Service:
         if self._is_draining:
             raise ServingError("the server is shutting down", kind=ErrorKind.NO_NODE_READY)
         max_model_len = self.fleet.max_model_len
-        if max_model_len is None or (reason := self.fleet.no_decode_reason) is not None:
-            reason = self.fleet.no_decode_reason or "no decode node is ready"
+        if max_model_len is None or (reason := self.fleet.cannot_serve_reason) is not None:
+            reason = self.fleet.cannot_serve_reason or "no decode node is ready"
             raise ServingError(reason, kind=ErrorKind.NO_NODE_READY)
         return max_model_len
 
@@ -102,6 +106,20 @@ class Service:
         generation.expire_in(self.config.request_timeout)
         return generation
 
+    @contextmanager
+    def released_on_failure(self, leg: KVTransferParams | None) -> Iterator[None]:
+        """Around everything between a body and its node: if that fails, nobody will come for the KV held elsewhere."""
+        try:
+            yield
+        except BaseException:
+            self.release(leg)
+            raise
+
+    def release(self, leg: KVTransferParams | None) -> None:
+        """Gives back the KV that a request was to fetch; does nothing for one that was not."""
+        if leg is not None and leg.do_remote_prefill:
+            self.fleet.release(leg)
+
     async def drain(self) -> None:
         """Admits nothing more, lets running requests go on for a while, then ends them with an error."""
         self._is_draining = True
@@ -115,9 +133,16 @@ class Service:
     def _launch(self, generation: Generation, submission: Submission, index: int, unique_id: str) -> None:
         job = submission.jobs[index]
         token_ids = job.prompt.token_ids
+        work = Work(
+            request_id=unique_id,
+            token_ids=token_ids,
+            sampling=job.sampling,
+            cache_salt=submission.cache_salt,
+            kv_transfer_params=submission.kv_transfer_params,
+        )
 
         def launch(sink: OutputSink) -> Flight:
-            return self.fleet.submit(unique_id, token_ids, job.sampling, submission.cache_salt, sink)
+            return self.fleet.submit(work, sink)
 
         choice = Choice(index, self.assets.tokenizer, token_ids, submission.options)
         generation.add(choice, SequenceBooks(self.metrics, len(token_ids), submission.arrival), launch)

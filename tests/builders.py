@@ -5,6 +5,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count
+from typing import Any
 
 from engine.batch import Batch, BatchResult, ConnectorOutput, LoadFailure, LoadResult, ScheduledRequest
 from engine.config import CacheConfig, SchedulerConfig
@@ -107,6 +108,7 @@ class StubConnector(SchedulerConnector):
     batches: list[Batch] = field(default_factory=list)
     taken_outputs: list[ConnectorOutput] = field(default_factory=list)
     _sent: set[str] = field(default_factory=set)
+    _early: dict[str, LoadResult] = field(default_factory=dict)
     _received: dict[str, LoadResult] = field(default_factory=dict)
     _failed: dict[str, LoadFailure] = field(default_factory=dict)
 
@@ -160,12 +162,16 @@ class StubConnector(SchedulerConnector):
             num_remote_cached_tokens=num_remote_cached_tokens,
         )
 
-    def fail(self, request_id: str, reason: str = "peer lost", *, is_fenced: bool = True) -> None:
-        """An unfenced failure leaves the load open until `close`."""
+    def admit_early(self, request_id: str, first_token: int) -> None:
+        self._early[request_id] = LoadResult(first_token=SampledToken(first_token))
+
+    def fail(self, request_id: str, reason: str = "peer lost", *, is_fenced: bool = True, **fields: Any) -> None:
+        """An unfenced failure leaves the load open until `close`; a ship of the same request goes on."""
         if is_fenced:
-            self.loads.pop(request_id, None)
-            self.ships.pop(request_id, None)
-        self._failed[request_id] = LoadFailure(kind=ErrorKind.KV_LOAD_FAILED, reason=reason, is_fenced=is_fenced)
+            (self.loads if request_id in self.loads else self.ships).pop(request_id, None)
+        self._failed[request_id] = LoadFailure(
+            kind=ErrorKind.KV_LOAD_FAILED, reason=reason, is_fenced=is_fenced, **fields
+        )
 
     def close(self, request_id: str) -> None:
         """A cancelled or quarantined load, or a ship, is over."""
@@ -177,8 +183,10 @@ class StubConnector(SchedulerConnector):
 
     def take_reports(self) -> ConnectorOutput:
         """What the worker side would hand over at the end of a step."""
-        output = ConnectorOutput(sent=frozenset(self._sent), received=self._received, failed=self._failed)
-        self._sent, self._received, self._failed = set(), {}, {}
+        output = ConnectorOutput(
+            sent=frozenset(self._sent), early=self._early, received=self._received, failed=self._failed
+        )
+        self._sent, self._early, self._received, self._failed = set(), {}, {}, {}
         return output
 
 

@@ -11,14 +11,16 @@ CHUNK = 1 << 14
 class Relay:
     """Listens on a free port; `target` may be set after the start.
 
-    `bytes_per_second` bounds what flows back from the target to the one that dialled: the way KV goes.
+    What flows back from the target to the one that dialled is the way KV goes: `bytes_per_second` bounds it, and the
+    connections are cut once `cut_after` bytes of it went through, in the middle of a frame or not.
     """
 
     def __init__(self, bytes_per_second: float | None = None) -> None:
         self.target = ""
         self.swallow = False
         self.num_bytes_back = 0
-        self._bytes_per_second = bytes_per_second
+        self.bytes_per_second = bytes_per_second
+        self.cut_after: int | None = None
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.address = f"tcp://127.0.0.1:{self._listener.getsockname()[1]}"
         self._sockets: list[socket.socket] = []
@@ -66,13 +68,20 @@ class Relay:
             while data := source.recv(CHUNK):
                 if self.swallow:
                     continue
-                if is_back:
-                    self.num_bytes_back += len(data)
-                    if self._bytes_per_second is not None:
-                        self._closed.wait(len(data) / self._bytes_per_second)
-                sink.sendall(data)
+                sink.sendall(self._slowed(data) if is_back else data)
         with suppress(OSError):
             sink.shutdown(socket.SHUT_RDWR)
+
+    def _slowed(self, data: bytes) -> bytes:
+        """What of `data` may go on, when it may."""
+        if self.bytes_per_second is not None:
+            self._closed.wait(len(data) / self.bytes_per_second)
+        if self.cut_after is not None and self.num_bytes_back + len(data) >= self.cut_after:
+            data = data[: max(0, self.cut_after - self.num_bytes_back)]
+            self.cut_after = None
+            self.cut()
+        self.num_bytes_back += len(data)
+        return data
 
 
 @contextmanager

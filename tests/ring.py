@@ -127,7 +127,12 @@ class RunningNode:
         state = self.state()
         blocks, transfers = state["blocks"], state["transfers"]
         at_rest = blocks["free"] == blocks["total"] and not blocks["pinned"] and not any(state["queues"].values())
-        open_transfers = transfers["outgoing"], transfers.get("incoming"), transfers.get("quarantined")
+        open_transfers = (
+            transfers["outgoing"],
+            transfers.get("incoming"),
+            transfers.get("quarantined"),
+            transfers["leases"],
+        )
         return at_rest and not any(open_transfers)
 
     def close(self) -> None:
@@ -158,7 +163,9 @@ def node_config(model: Path, **settings: Any) -> NodeConfig:
         model=ModelOptions(model=str(model), **{"dtype": "float32"} | of(ModelOptions)),
         cache=CacheConfig(**{"num_blocks": 64, "block_size": 4} | of(CacheConfig)),
         scheduler=SchedulerConfig(**of(SchedulerConfig)),
-        transfer=TransferSettings(**{"heartbeat_interval": 0.1, "peer_timeout": 2.0} | of(TransferSettings)),
+        transfer=TransferSettings(
+            **{"heartbeat_interval": 0.1, "peer_timeout": 2.0, "remote_prefill_threshold": 0} | of(TransferSettings)
+        ),
         num_threads=1,
         **settings,
     )

@@ -15,6 +15,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from connector.codec import PROTOCOL_VERSION, encode
 from connector.identity import ModelIdentity
+from connector.kv_transfer_params import KVTransferParams
 from connector.link import LinkHandler
 from connector.server_messages import (
     Cancel,
@@ -24,6 +25,7 @@ from connector.server_messages import (
     NodeHello,
     NodeLoad,
     NodePong,
+    ReleaseKV,
     Role,
     ServerHello,
     ServerPing,
@@ -115,6 +117,7 @@ class FakeNode(LinkHandler):
         self.script: Script = lambda node, generate: None
         self.generates: list[Generate] = []
         self.cancelled: list[str] = []
+        self.released: list[KVTransferParams] = []
         self.peer = b""
         self._links = ZmqLinks(name)
         self._endpoint = self._links.listen(address, self)
@@ -135,6 +138,8 @@ class FakeNode(LinkHandler):
                 self.script(self, message)
             case Cancel():
                 self.cancelled += message.request_ids
+            case ReleaseKV():
+                self.released.append(message.kv_transfer_params)
 
     def on_up(self, peer: bytes) -> None: ...
 

@@ -129,6 +129,7 @@ def _is_at_rest(state: dict[str, Any]) -> bool:
         and not transfers["outgoing"]
         and not transfers.get("incoming")
         and not transfers.get("quarantined")
+        and not transfers["leases"]
     )
 
 

@@ -15,6 +15,8 @@ from tests.relay import running_relay
 from tests.ring import node_config, running_client, running_node, running_ring, wait_until
 from tests.tiny_models import save_tiny_model
 
+STRICT = {"kv_load_failure_policy": "fail", "fallback": "fail"}
+"""Failures end requests, so that a test sees them."""
 LONG = SamplingParams(temperature=0.0, max_tokens=150, ignore_eos=True)
 
 
@@ -132,7 +134,7 @@ def test_cancel_at_any_moment_frees_both_nodes(tiny_llama: Path, transport: str)
 
 
 def test_a_prompt_that_the_prefill_node_cannot_hold_is_an_error_and_not_a_hang(tiny_llama: Path):
-    with running_ring(tiny_llama, prefill={"num_blocks": 4}) as ring:
+    with running_ring(tiny_llama, prefill={"num_blocks": 4}, **STRICT) as ring:
         _, answer = ring.client.start(make_prompt(30, seed=27), GREEDY)
         assert answer.final.finish_reason == "error"
         assert answer.final.error_kind is ErrorKind.INVALID_REQUEST
@@ -151,7 +153,7 @@ def test_a_prompt_that_is_too_long_is_refused_with_both_numbers(tiny_llama: Path
 def test_a_lost_prefill_node_ends_its_requests_and_its_return_is_used(tiny_llama: Path, oracle: Oracle):
     """Over messages: shared memory stays pinned while the writer's process lives, and here that is this process."""
     prompt = make_prompt(40, seed=29)
-    config = node_config(tiny_llama, transport="zmq", long_prefill_token_threshold=1)
+    config = node_config(tiny_llama, transport="zmq", long_prefill_token_threshold=1, **STRICT)
     with running_node("prefill", config, kv_listen="tcp://127.0.0.1:0") as first:
         kv_address = first.node.where["kv_address"]
         with running_node("decode", config, prefill=(kv_address,)) as decode, running_client(decode) as client:
@@ -175,7 +177,13 @@ def test_a_lost_prefill_node_ends_its_requests_and_its_return_is_used(tiny_llama
 
 
 def test_a_silent_prefill_node_ends_its_requests_within_the_deadline(tiny_llama: Path, transport: str):
-    settings = {"transport": transport, "peer_timeout": 0.5, "heartbeat_interval": 0.05, "transfer_timeout": 5.0}
+    settings = {
+        "transport": transport,
+        "peer_timeout": 0.5,
+        "heartbeat_interval": 0.05,
+        "transfer_timeout": 5.0,
+        **STRICT,
+    }
     with running_relay() as relay, running_ring(tiny_llama, relay=relay, **settings) as ring:
         with pausing_steps(ring.prefill):
             _, answer = ring.client.start(make_prompt(20, seed=30), GREEDY)
@@ -190,7 +198,7 @@ def test_a_silent_prefill_node_ends_its_requests_within_the_deadline(tiny_llama:
 
 
 def test_a_prefill_node_that_lives_but_does_not_step_is_a_deadline(tiny_llama: Path):
-    settings = {"transfer_timeout": 0.4, "heartbeat_interval": 0.05, "peer_timeout": 30.0, "transport": "zmq"}
+    settings = {"transfer_timeout": 0.4, "heartbeat_interval": 0.05, "peer_timeout": 30.0, "transport": "zmq", **STRICT}
     with running_ring(tiny_llama, **settings) as ring:
         with pausing_steps(ring.prefill):
             _, answer = ring.client.start(make_prompt(20, seed=32), GREEDY)

@@ -3,8 +3,7 @@ import os
 import pytest
 
 from connector.factory import KVConnector, create_connector, register_connector
-from connector.identity import ModelIdentity
-from connector.kv_sender import NodeIdentity
+from connector.identity import ModelIdentity, NodeIdentity
 from connector.memory_link import MemoryLinks, MemoryNetwork
 from connector.p2p_scheduler import P2PSchedulerConnector
 from connector.p2p_worker import P2PPlace, P2PWorkerConnector

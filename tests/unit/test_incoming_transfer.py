@@ -18,7 +18,7 @@ def make_transfer(start: int = 16, end: int = 64, num_layers: int = 2) -> Incomi
 
 
 def done() -> PrefillDone:
-    return PrefillDone(transfer_id="t", epoch="e", first_token=None, num_cached_tokens=0, computed_at=0.0)
+    return PrefillDone(transfer_id="t", epoch="e", computed_at=0.0)
 
 
 @given(st.permutations(range(16, 64, 8)), st.integers(0, 5))

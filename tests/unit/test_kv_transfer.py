@@ -8,17 +8,22 @@ import pytest
 import torch
 
 from connector.codec import PROTOCOL_VERSION, encode
-from connector.identity import ModelIdentity
-from connector.kv_receiver import FinishedLoads, KVReceiver
-from connector.kv_sender import KVSender, NodeIdentity
+from connector.identity import ModelIdentity, NodeIdentity
+from connector.kv_receiver import FinishedLoads, KVReceiver, LoadOrder
+from connector.kv_sender import KVSender
+from connector.leases import Lease, LeaseTable, prompt_digest
 from connector.memory_link import MemoryLinks, MemoryNetwork
+from connector.p2p_scheduler import PullKV
 from connector.peer_messages import (
     CancelTransfer,
+    Credit,
+    FirstToken,
     PeerHello,
     PeerPong,
     PeerWelcome,
     Prefill,
     PrefillDone,
+    Pull,
     TransferClosed,
     Unit,
     decode_from_prefill_node,
@@ -67,6 +72,7 @@ class Pair:
         self.prefill_links, self.decode_links = MemoryLinks(self.network), MemoryLinks(self.network)
         self.prefill_kv = [torch.rand(SHAPE) for _ in range(NUM_LAYERS)]
         self.taker = RecordingTaker()
+        self.leases = LeaseTable(self.settings.lease_seconds, self.clock)
         self.sender = self.make_sender()
         self.memory = SharedKVMemory(NUM_LAYERS * LAYER_BYTES) if transport == "shm" else None
         self.decode_kv = self._make_decode_kv()
@@ -78,7 +84,7 @@ class Pair:
         import os
 
         who = NodeIdentity(name="p0", epoch=epoch, model=identity, pid=os.getpid())
-        sender = KVSender(who, self.settings, self.taker, self.clock)
+        sender = KVSender(who, self.settings, self.taker, self.leases, self.clock)
         sender.listen(self.prefill_links, "mem://p0")
         sender.start(self.prefill_kv)
         return sender
@@ -113,9 +119,25 @@ class Pair:
             end=end,
             block_ids=list(block_ids),
         )
-        self.receiver.start_load(request_id, grant, [])
+        self.receiver.start_load(LoadOrder(request_id=request_id, grant=grant, may_run_early=False))
         self.network.pump()
         return grant.transfer_id
+
+    def hold(self, num_tokens: int = 10) -> Lease:
+        return self.leases.hold("held", (0, 3, 4), range(num_tokens), "")
+
+    def pull(self, lease_id: str, start: int = 0, end: int = 10, epoch: str = "p-epoch", salt: str = "") -> str:
+        pull = Pull(
+            transfer_id=self.receiver.mint_transfer_id(),
+            lease_id=lease_id,
+            digest=prompt_digest(range(end), salt),
+            start=start,
+            end=end,
+            block_ids=[5, 1, 2],
+        )
+        order = LoadOrder(request_id="r", grant=pull, candidates=("p0",), epoch=epoch, may_run_early=False)
+        self.receiver.start_load(order)
+        return pull.transfer_id
 
     def ship(self, transfer_id: str, *spans: range, block_ids: tuple[int, ...] = (0, 3, 4)) -> None:
         for span in spans:
@@ -530,9 +552,78 @@ def test_garbage_is_counted_and_dropped(messages: Pair):
 
 def test_late_words_about_unknown_transfers_are_counted(messages: Pair):
     for message in (
-        PrefillDone(transfer_id="gone", epoch="p-epoch", first_token=None, num_cached_tokens=0, computed_at=0.0),
+        PrefillDone(transfer_id="gone", epoch="p-epoch", computed_at=0.0),
+        FirstToken(transfer_id="gone", epoch="p-epoch", token=None, num_cached_tokens=0),
         TransferClosed(transfer_id="gone", epoch="p-epoch"),
     ):
         messages.receiver.peers[0].on_message(b"", [memoryview(encode(message))])
-    assert messages.receiver.counters.num_late_units == 1
+    assert messages.receiver.counters.num_late_units == 2
     assert messages.receiver.take_finished() == FinishedLoads()
+
+
+def test_held_kv_is_pulled_and_its_lease_given_back(pair: Pair):
+    lease = pair.hold()
+    pair.pull(lease.lease_id, start=4, end=9)
+    assert pair.pump_until_finished().received == {"r": LoadResult()}
+    pair.assert_arrived(range(4, 9))
+    assert pair.leases.take_over() == {"held"}
+    assert (len(pair.leases), pair.leases.counters.num_read) == (0, 1)
+    assert pair.sender.take_closed() == frozenset(), "a read is no request of the engine's"
+
+
+@pytest.mark.parametrize(
+    ("pull", "reason"),
+    [
+        ({"lease_id": "unknown"}, "unknown or has expired"),
+        ({"end": 11}, "11 tokens asked for, 10 are held"),
+        ({"salt": "other"}, "another prompt's"),
+    ],
+)
+def test_a_pull_of_what_is_not_held_fails_with_the_reason(pair: Pair, pull: dict[str, object], reason: str):
+    lease = pair.hold()
+    pair.pull(**({"lease_id": lease.lease_id} | pull))
+    assert reason in pair.pump_until_finished().failed["r"].reason
+    assert all(cache.isnan().all() for cache in pair.decode_kv)
+    assert pair.leases.counters.num_refused_reads == 1
+    pair.sender.release_lease(lease.lease_id)
+    assert pair.leases.take_over() == {"held"}
+
+
+def test_a_pull_from_an_earlier_life_of_the_holder_fails_at_once(messages: Pair):
+    messages.pull(messages.hold().lease_id, epoch="an-earlier-epoch")
+    failure = messages.receiver.take_finished().failed["r"]
+    assert failure.kind is ErrorKind.KV_LOAD_FAILED
+    assert "not there in the same epoch" in failure.reason
+
+
+def test_a_read_that_outlives_its_lease_fails():
+    """The sender waits for credit that comes only after the deadline."""
+    pair = Pair("zmq", credit_bytes=1)
+    lease = pair.hold()
+    pair.network.tamper = tampering(Unit, lambda frames: [])
+    pair.pull(lease.lease_id)
+    pair.pump_until_shipped(1)
+    pair.clock.advance(31.0)
+    pair.leases.expire()
+    assert pair.leases.take_over() == frozenset(), "somebody reads it"
+    pair.network.tamper = lambda frames: [frames]
+    pair.sender.on_message(b"peer-1", [memoryview(encode(Credit(num_bytes=1 << 20)))])
+    pair.sender.on_message(b"peer-1", [memoryview(encode(Credit(num_bytes=1 << 20)))])
+    assert "while it was read" in pair.pump_until_finished().failed["r"].reason
+    assert pair.leases.take_over() == {"held"}
+    assert pair.leases.counters.num_fenced_reads == 1
+    pair.close()
+
+
+def test_a_waiting_request_keeps_the_lease_alive_by_its_heartbeats(messages: Pair):
+    lease = messages.hold()
+    messages.receiver.await_lease(PullKV("p0", "p-epoch", lease.lease_id, 10))
+    for _ in range(100):
+        messages.clock.advance(1.0)
+        messages.decode_links.tick()
+        messages.prefill_links.tick()
+        messages.network.pump()
+    assert len(messages.leases) == 1
+    messages.receiver.release(PullKV("p0", "p-epoch", lease.lease_id, 10))
+    messages.network.pump()
+    assert (len(messages.leases), messages.leases.counters.num_released) == (0, 1)

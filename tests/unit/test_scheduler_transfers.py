@@ -341,6 +341,9 @@ def test_a_shipped_request_that_is_preempted_ships_once(rig: Rig) -> None:
     rig.connector.finish_ship("ship")
     while ship.num_preemptions == 0:
         rig.step()
+    while ship.state is not S.RUNNING:
+        rig.step()
+    assert rig.scheduler.num_open_transfers == 0
     run_to_the_end(rig)
     rig.assert_undisturbed(a, ship)
 
@@ -414,6 +417,7 @@ def test_a_node_may_load_from_a_tier_and_ship_to_a_peer(rig: Rig) -> None:
 # Failure
 
 
+@with_settings(kv_load_failure_policy="fail")
 @pytest.mark.parametrize("is_fenced", [True, False])
 def test_a_failed_load_ends_in_an_error_and_leaves_no_trace_in_the_index(rig: Rig, is_fenced: bool) -> None:
     r = rig.add(33, request_id="r", answer=(33, True))
@@ -436,6 +440,7 @@ def test_a_failed_load_ends_in_an_error_and_leaves_no_trace_in_the_index(rig: Ri
     assert rig.scheduler.is_idle()
 
 
+@with_settings(kv_load_failure_policy="fail")
 def test_a_failed_sync_load_discards_the_token_and_spares_the_rest_of_the_batch(rig: Rig) -> None:
     rig.worker.failing_loads.add("bad")
     bad = rig.add(33, request_id="bad", answer=(32, False))
@@ -447,6 +452,7 @@ def test_a_failed_sync_load_discards_the_token_and_spares_the_rest_of_the_batch(
     assert rig.scheduler.counters.num_late_connector_ids == 0
 
 
+@with_settings(kv_load_failure_policy="fail")
 def test_kv_on_top_of_an_unconfirmed_sync_load_is_not_found(rig: Rig) -> None:
     rig.worker._finish_sync_loads = lambda: None  # the report is late
     rig.add(prompt=range(64), request_id="r", answer=(32, False), max_tokens=9)
@@ -464,6 +470,7 @@ def test_kv_on_top_of_an_unconfirmed_sync_load_is_not_found(rig: Rig) -> None:
     assert rig.scheduler.pool.num_cached == 4
 
 
+@with_settings(kv_load_failure_policy="fail")
 @pytest.mark.parametrize("is_aborted", [True, False])
 def test_an_unfenced_failure_keeps_the_pin_whatever_else_is_said(rig: Rig, is_aborted: bool) -> None:
     rig.add(33, request_id="r", answer=(33, True))

@@ -85,7 +85,7 @@ def error_of(reply: Any) -> tuple[int, str | None, str]:
         ({"tools": [{"type": "function"}]}, "tools"),
         ({"response_format": {"type": "json_object"}}, "response_format"),
         ({"prompt_logprobs": 3}, "prompt_logprobs"),
-        ({"kv_transfer_params": {"do_remote_prefill": True}}, "kv_transfer_params"),
+        ({"kv_transfer_params": 3}, "kv_transfer_params"),
     ],
 )
 def test_a_bad_field_is_named_by_both_endpoints(server: RunningServer, body: dict[str, Any], param: str) -> None:

@@ -3,8 +3,9 @@ from dataclasses import dataclass, field
 import pytest
 
 from connector.codec import PROTOCOL_VERSION, encode
+from connector.kv_transfer_params import KVTransferParams
 from connector.memory_link import MemoryLinks, MemoryNetwork
-from connector.server_link import NodeStatus, ServerLink
+from connector.server_link import NodeStatus, RequestDoor, ServerLink
 from connector.server_messages import (
     Cancel,
     Generate,
@@ -12,6 +13,7 @@ from connector.server_messages import (
     NodeHello,
     NodeLoad,
     NodePong,
+    ReleaseKV,
     ServerHello,
     ServerPing,
     Tokens,
@@ -72,8 +74,12 @@ class Rig:
         self.network = MemoryNetwork()
         self.taker = RecordingTaker()
         self.links = MemoryLinks(self.network)
-        self.link = ServerLink(HELLO, self.taker, self._make_request, self._status, server_timeout=10.0)
+        self.link = ServerLink(HELLO, self.taker, self._door(), server_timeout=10.0)
         self.link.listen(self.links, "mem://d0")
+
+    def _door(self) -> RequestDoor:
+        self.released: list[KVTransferParams] = []
+        return RequestDoor(make_request=self._make_request, release=self.released.append, status=self._status)
 
     def _make_request(self, message: Generate, request_id: str) -> Request:
         return Request(request_id=request_id, prompt_token_ids=message.prompt_token_ids, sampling=message.sampling)
@@ -187,6 +193,14 @@ def test_a_server_that_cannot_be_reached_loses_its_requests(rig: Rig):
     server.links.close()
     rig.link.deliver([output(rig.taker.requests[0], 7)])
     assert rig.taker.aborted == [rig.taker.requests[0].request_id]
+
+
+def test_a_release_is_handed_on(rig: Rig):
+    server = Server(rig.network)
+    params = KVTransferParams(remote_engine_id="p@e", remote_request_id="lease")
+    server.say(ReleaseKV(kv_transfer_params=params))
+    rig.network.pump()
+    assert rig.released == [params]
 
 
 def test_goodbye_reaches_every_server(rig: Rig):

@@ -68,6 +68,17 @@ def test_a_process_announces_itself_serves_and_ends_cleanly_on_sigterm(directory
     node.close()
 
 
+def test_a_process_in_front_of_one_node(directory: Path) -> None:
+    node = FakeNode("prefill", "p0")
+    node.script = answers([65])
+    with server_process(directory, "--node", node.address) as (process, url, _):
+        wait_for(lambda: httpx.get(f"{url}/ready").status_code == 200)
+        assert httpx.post(f"{url}/v1/completions", json={"prompt": "Hi"}).status_code == 200
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(5) == 0
+    node.close()
+
+
 def test_sigint_without_requests_ends_at_once(directory: Path) -> None:
     with server_process(directory, "--decode", DECODE) as (process, _, _):
         process.send_signal(signal.SIGINT)
@@ -112,7 +123,11 @@ def test_an_ipv6_url_has_brackets() -> None:
     ("flags", "words"),
     [
         (["--model", "no-such-model", "--decode", DECODE], "--model"),
-        (["--model", "x"], "--decode"),
+        (["--model", "x"], "--decode or --node must be given"),
+        (["--model", "x", "--node", DECODE, "--decode", DECODE], "--node excludes --decode"),
+        (["--model", "x", "--node", DECODE, "--prefill", DECODE], "--node excludes --decode and --prefill"),
+        (["--model", "x", "--node", ""], "--node must look like"),
+        (["--model", "x", "--node", "localhost:1"], "--node must look like"),
         (["--model", "x", "--decode", "localhost:1"], "--decode"),
         (["--model", "x", "--decode", DECODE, "--prefill", DECODE], "--prefill"),
         (["--model", "x", "--decode", DECODE, "--port", "70000"], "--port"),

@@ -36,6 +36,16 @@ def test_a_decode_node_that_reaches_a_prefill_node_comes_first() -> None:
     assert name_of(pick_decode(nodes[:1], [prefill("p0")], 0)) == "d0"
 
 
+def test_the_holder_of_kv_comes_first_then_who_reaches_it() -> None:
+    nodes = [decode("d0", 9, peers=("p1",)), decode("d1", 5, peers=("p0",)), decode("d2", 0, peers=("p0",))]
+    views = [prefill("p0"), prefill("p1")]
+    assert name_of(pick_decode(nodes, views, 0, holder="d0")) == "d0"
+    assert name_of(pick_decode(nodes, views, 0, holder="p1")) == "d0"
+    assert name_of(pick_decode(nodes, views, 0, holder="p0")) == "d2"
+    assert name_of(pick_decode(nodes, views, 0, holder="gone")) == "d2"
+    assert name_of(pick_decode(nodes, [], 0, holder=None)) == "d2"
+
+
 def test_prefill_candidates_are_those_in_reach_best_first() -> None:
     nodes = [prefill("p0", 2), prefill("p1", 1), prefill("p2", 0)]
     assert rank_prefill(nodes, decode("d0"), 0) == ["p1", "p0"]

@@ -49,9 +49,9 @@ def test_nothing_is_left_under_any_name():
 def test_a_process_is_seen_to_end():
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     process = PeerProcess(child.pid)
-    assert not process.has_ended
+    assert not process.has_ended()
     child.communicate(b"\n")
-    assert process.has_ended
+    assert process.has_ended(within=5)
     process.close()
     with pytest.raises(LinkError, match="cannot watch"):
         PeerProcess(2**22 + 1)

@@ -1,11 +1,13 @@
 """The worker's step: what is sampled, the order of the connector's calls, and what happens when the forward fails."""
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
 
 from engine.batch import Batch, BatchResult, ConnectorOutput, LoadResult, ScheduledRequest
+from engine.decoder import Decoder
 from engine.kv_cache import KVCache, KVLayout
 from engine.kv_connector import WorkerConnector
 from engine.sampler import Sampler
@@ -103,18 +105,21 @@ class TestExecute:
     def test_no_logits_for_rows_that_are_not_sampled(
         self, tiny_model: MakeModel, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        model = tiny_model("llama")
         shapes = []
-        forward = model.decoder.forward
-        monkeypatch.setattr(
-            type(model.decoder), "forward", lambda _, *args: shapes.append((logits := forward(*args)).shape) or logits
-        )
+        forward = Decoder.forward
+
+        def noting_forward(decoder: Decoder, *args: Any) -> torch.Tensor:
+            logits = forward(decoder, *args)
+            shapes.append(logits.shape)
+            return logits
+
+        monkeypatch.setattr(Decoder, "forward", noting_forward)
         requests = [
             prompt_share("a", 20, first_block=3, sampling=None),
             prompt_share("b", 9, first_block=10),
             prompt_share("c", 1, first_block=20),
         ]
-        make_worker(model).execute(Batch(step=1, requests=requests))
+        make_worker(tiny_model("llama")).execute(Batch(step=1, requests=requests))
         assert shapes == [(2, 300)]
 
     def test_bad_numbers_of_one_request_cost_no_other_its_token(self, tiny_model: MakeModel) -> None:
