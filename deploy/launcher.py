@@ -163,7 +163,8 @@ class Launcher:
         assert self._server is not None
         url = self._server.where["url"]
         model = (self._config.served_model_name or (self._config.model,))[0]
-        body = json.dumps({"model": model, "messages": [{"role": "user", "content": "What is the capital of France?"}]})
+        question = [{"role": "user", "content": "What is the capital of France?"}]
+        body = json.dumps({"model": model, "temperature": 0, "messages": question})
         self._console.print(f"[bold green]ready[/] at {url} - try:", highlight=False)
         command = f"curl {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'"
         self._console.print(escape(command), highlight=False, soft_wrap=True)

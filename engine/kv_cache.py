@@ -75,12 +75,13 @@ class KVCache:
 
     @classmethod
     def allocate(cls, layout: KVLayout, buffer: memoryview | mmap | None = None) -> "KVCache":
-        """Allocates zeros, or lays the layers one after the other over `buffer` (shared memory) as it is.
+        """Lays the layers one after the other over `buffer` (shared memory) as it is, or over zeros of its own.
 
         The cache keeps `buffer` alive. Raises `ValueError` if it is read-only or too small.
         """
         if buffer is None:
-            return cls(layout, [torch.zeros(layout.layer_shape, dtype=layout.dtype) for _ in range(layout.num_layers)])
+            # Pages of an anonymous mapping are zeros that take no memory before they are written.
+            buffer = mmap(-1, layout.total_bytes)
         _check_buffer(layout, buffer)
         return cls(layout, [_layer_over(buffer, layout, layer) for layer in range(layout.num_layers)])
 
