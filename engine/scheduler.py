@@ -31,16 +31,17 @@ from collections.abc import Callable, Sequence
 from itertools import chain
 
 from engine.admission import Admission, Verdict
-from engine.batch import Batch, BatchResult, ConnectorOutput, LoadFailure, LoadResult, ScheduledRequest
+from engine.batch import Batch, BatchResult, ScheduledRequest
 from engine.block_manager import BlockManager
 from engine.block_pool import BlockPool
 from engine.config import CacheConfig, SchedulerConfig
 from engine.errors import ErrorKind, PoolCorrupted, RequestError
 from engine.kv_connector import SchedulerConnector
-from engine.open_transfers import Load, OpenTransfers
+from engine.load_outcomes import LoadOutcomes
+from engine.open_transfers import OpenTransfers
 from engine.outputs import RequestOutput, SchedulerCounters
 from engine.request import Request, RequestState, SampledToken
-from engine.request_queue import RequestQueue
+from engine.roster import Roster
 from engine.step_plan import StepPlan
 
 
@@ -68,29 +69,26 @@ class Scheduler:
         self._blocks = BlockManager(self.pool, cache, model_digest)
         self._transfers = OpenTransfers(self.pool)
         self._admission = Admission(self._blocks, self._transfers, connector, self.counters)
-        self._requests: dict[str, Request] = {}
-        self._waiting = RequestQueue()
-        self._loading: dict[str, Request] = {}
-        self._loaded: dict[str, Request] = {}
-        self._running: dict[str, Request] = {}  # in order of admission
+        self._roster = Roster(clock)
+        self._outcomes = LoadOutcomes(
+            self._roster, self._blocks, self._transfers, self.counters, self, config.kv_load_failure_policy
+        )
         self._outbox: list[RequestOutput] = []
-        self._disowned: set[str] = set()
-        """Requests whose share of the present step was computed on KV that turned out not to be there."""
         self._is_stalled = False
 
     @property
     def num_running(self) -> int:
-        return len(self._running)
+        return len(self._roster.running)
 
     @property
     def num_waiting(self) -> int:
         """Waiting for a seat, for blocks, or for a reason of their own."""
-        return len(self._waiting)
+        return len(self._roster.waiting)
 
     @property
     def num_loading(self) -> int:
         """Owning blocks, and waiting for KV to arrive in them or, briefly, for the next step."""
-        return len(self._loading) + len(self._loaded)
+        return len(self._roster.loading) + len(self._roster.loaded)
 
     @property
     def num_open_transfers(self) -> int:
@@ -98,13 +96,17 @@ class Scheduler:
 
     def has_work(self) -> bool:
         """Whether a step now could do something. False while only transfers, or a connector's answer, are awaited."""
-        if self._outbox or self._loaded or (self.connector is not None and self.connector.has_pending_metadata()):
+        if (
+            self._outbox
+            or self._roster.loaded
+            or (self.connector is not None and self.connector.has_pending_metadata())
+        ):
             return True
-        return bool(self._running or self._waiting) and not self._is_stalled
+        return bool(self._roster.running or self._roster.waiting) and not self._is_stalled
 
     def is_idle(self) -> bool:
         """Nothing lives, nothing is pinned, no transfer is open: only a new request can make work."""
-        if self._requests or self._outbox or self._transfers:
+        if self._roster.requests or self._outbox or self._transfers:
             return False
         if self.connector is None:
             return True
@@ -120,7 +122,7 @@ class Scheduler:
 
     def add_request(self, request: Request) -> None:
         """Raises `RequestError` if it could never be served."""
-        if request.request_id in self._requests or request.request_id in self._transfers:
+        if request.request_id in self._roster.requests or request.request_id in self._transfers:
             raise RequestError(f"request id {request.request_id} is in use", param="request_id")
         if request.num_prompt_tokens == 0:
             raise RequestError("the prompt is empty", param="prompt")
@@ -130,18 +132,17 @@ class Scheduler:
                 "one of them an output token",
                 param="prompt",
             )
-        self._requests[request.request_id] = request
-        self._waiting.push_back(request)
+        self._roster.add(request)
         self._is_stalled = False
 
     def abort_request(self, request_id: str) -> None:
         """Ends it now, in whatever state; its final output comes from the next `update`. Unknown ids are ignored."""
-        request = self._requests.get(request_id)
+        request = self._roster.requests.get(request_id)
         if request is not None:
-            self._finish(request, RequestState.FINISHED_ABORTED)
+            self.finish(request, RequestState.FINISHED_ABORTED)
 
     def abort_all(self) -> None:
-        for request_id in list(self._requests):
+        for request_id in list(self._roster.requests):
             self.abort_request(request_id)
 
     # One pass
@@ -149,7 +150,7 @@ class Scheduler:
     def schedule(self) -> Batch:
         """The next step's work; may be empty. Every call is followed by `update`."""
         plan = StepPlan(self._config.max_num_batched_tokens, self._config.long_prefill_token_threshold)
-        self._rejoin_loaded()
+        self._roster.rejoin_loaded()
         self._schedule_running(plan)
         if not plan.num_preempted:
             self._schedule_waiting(plan)
@@ -159,16 +160,11 @@ class Scheduler:
         self.counters.num_steps += 1
         return Batch(step=self.counters.num_steps, requests=tuple(plan.scheduled.values()))
 
-    def _rejoin_loaded(self) -> None:
-        for request in self._loaded.values():
-            self._run(request)
-        self._loaded.clear()
-
     def _schedule_running(self, plan: StepPlan) -> None:
         """Decoding comes first: whatever the prompts, each decoding request has its token in every step."""
         decoding: list[Request] = []
         prefilling: list[Request] = []
-        for request in self._running.values():
+        for request in self._roster.running.values():
             is_decoding = len(request.token_ids) - request.num_computed_tokens == 1
             (decoding if is_decoding else prefilling).append(request)
         for request in chain(decoding, prefilling):
@@ -190,74 +186,77 @@ class Scheduler:
         return True
 
     def _pick_victim(self, plan: StepPlan) -> Request | None:
-        for request_id in reversed(self._running):
+        for request_id in reversed(self._roster.running):
             if request_id not in self._transfers and request_id not in plan.scheduled:
-                return self._running[request_id]
+                return self._roster.running[request_id]
         return None
 
     def _preempt(self, request: Request, plan: StepPlan) -> None:
-        del self._running[request.request_id]
         self._blocks.release(request)
-        request.move(RequestState.PREEMPTED, self._clock())
+        self._roster.send_back(request)
         request.may_load = False
         request.num_preemptions += 1
-        self._waiting.push_front([request])
         plan.num_preempted += 1
         self.counters.num_preemptions += 1
 
     def _end_deadlock(self, plan: StepPlan) -> None:
         """Running requests wait for blocks, the pool is full of their own pins, and no transfer is open that could end
         one: somebody has to give way."""
-        if not self._running or plan.num_preempted or self.connector is None or self.connector.has_open_transfers():
+        if (
+            not self._roster.running
+            or plan.num_preempted
+            or self.connector is None
+            or self.connector.has_open_transfers()
+        ):
             return
         error = (ErrorKind.OVERLOADED, "the KV cache is full of blocks that are pinned for transfers")
-        self._finish(self._running[next(reversed(self._running))], RequestState.FINISHED_ERROR, error=error)
+        self.finish(
+            self._roster.running[next(reversed(self._roster.running))], RequestState.FINISHED_ERROR, error=error
+        )
 
     def _schedule_waiting(self, plan: StepPlan) -> None:
         put_aside = []
-        while self._waiting and len(self._running) + len(self._loading) < self._config.max_num_seqs:
-            request = self._waiting.pop_front()
-            num_reserved = self._config.watermark_blocks if self._running else 0
+        while (
+            self._roster.waiting and len(self._roster.running) + len(self._roster.loading) < self._config.max_num_seqs
+        ):
+            request = self._roster.waiting.pop_front()
+            num_reserved = self._config.watermark_blocks if self._roster.running else 0
             match self._admission.admit(request, plan.budget, num_reserved):
                 case Verdict.RUN:
-                    self._run(request)
+                    self._roster.run(request)
                     plan.add(request)
                 case Verdict.LOAD:
-                    request.move(RequestState.WAITING_FOR_REMOTE_KVS, self._clock())
-                    self._loading[request.request_id] = request
+                    self._roster.load(request)
                 case Verdict.PUT_ASIDE:
                     put_aside.append(request)
                 case Verdict.NO_ROOM:
-                    self._waiting.push_front([request])
+                    put_aside.append(request)
                     break
-        self._waiting.push_front(put_aside)
-
-    def _run(self, request: Request) -> None:
-        request.move(RequestState.RUNNING, self._clock())
-        self._running[request.request_id] = request
+        self._roster.put_back(put_aside)
 
     # What came of it
 
     def update(self, batch: Batch, result: BatchResult) -> list[RequestOutput]:
         """Takes the worker's answer in. Requests that ended since `schedule` are passed over."""
-        self._disowned.clear()
+        self._outcomes.disowned.clear()
         if result.connector_output:
-            self._take_reports(result.connector_output)
+            self._is_stalled = False
+            self._outcomes.take(result.connector_output)
         for scheduled in batch.requests:
-            request = self._requests.get(scheduled.request_id)
+            request = self._roster.requests.get(scheduled.request_id)
             if request is not None and self._keeps_share(request):
                 self._advance(request, scheduled, result)
         outputs, self._outbox = self._outbox, []
         return outputs
 
     def _keeps_share(self, request: Request) -> bool:
-        return request.state is RequestState.RUNNING and request.request_id not in self._disowned
+        return request.state is RequestState.RUNNING and request.request_id not in self._outcomes.disowned
 
     def _advance(self, request: Request, scheduled: ScheduledRequest, result: BatchResult) -> None:
         why_not = result.unsampled.get(request.request_id)
         if why_not is not None:
             self._blocks.forget(request, 0)
-            self._finish(request, RequestState.FINISHED_ERROR, error=(ErrorKind.INTERNAL, why_not))
+            self.finish(request, RequestState.FINISHED_ERROR, error=(ErrorKind.INTERNAL, why_not))
             return
         start = scheduled.num_computed_tokens
         end = start + len(scheduled.token_ids)
@@ -268,9 +267,9 @@ class Scheduler:
         if request.request_id not in self._transfers or self._transfers.find_load(request.request_id) is None:
             self._blocks.publish(request, start // self._blocks.block_size)
         if scheduled.sampling is not None:
-            self._append(request, result.sampled[request.request_id])
+            self.append(request, result.sampled[request.request_id])
 
-    def _append(self, request: Request, token: SampledToken) -> None:
+    def append(self, request: Request, token: SampledToken) -> None:
         request.append_output(token)
         self.counters.generated_tokens += 1
         state = request.finish_state_for(token.token_id)
@@ -279,9 +278,9 @@ class Scheduler:
         if state is None:
             self._outbox.append(RequestOutput.of(request, (token,)))
         else:
-            self._finish(request, state, new_tokens=(token,))
+            self.finish(request, state, new_tokens=(token,))
 
-    def _finish(
+    def finish(
         self,
         request: Request,
         state: RequestState,
@@ -291,12 +290,8 @@ class Scheduler:
         is_fenced: bool = True,
     ) -> None:
         """The one way out for every request."""
-        request.move(state, self._clock())
+        self._roster.end(request, state)
         request.error = error
-        del self._requests[request.request_id]
-        self._waiting.discard(request.request_id)
-        for place in (self._running, self._loading, self._loaded):
-            place.pop(request.request_id, None)
         kv_transfer_params = self._hand_over_blocks(request, is_fenced)
         self._blocks.release(request)
         self._outbox.append(RequestOutput.of(request, new_tokens, state, kv_transfer_params))
@@ -312,118 +307,3 @@ class Scheduler:
         elif request.request_id not in self._transfers:
             self._transfers.begin_ship(request.request_id, request.block_ids)
         return kv_transfer_params
-
-    # Transfers' ends. An id may be late, repeated, or unknown: counted, never an error.
-
-    def _take_reports(self, output: ConnectorOutput) -> None:
-        self._is_stalled = False
-        for request_id, result in output.early.items():
-            self._count_if_late(self._on_early(request_id, result))
-        for request_id, failure in output.failed.items():
-            self._count_if_late(self._on_failed(request_id, failure))
-        for request_id, result in output.received.items():
-            self._count_if_late(self._on_received(request_id, result))
-        for request_id in output.sent:
-            self._count_if_late(self._on_sent(request_id))
-
-    def _count_if_late(self, was_open: bool) -> None:
-        self.counters.num_late_connector_ids += not was_open
-
-    def _on_sent(self, request_id: str) -> bool:
-        if self._transfers.end_abandoned(request_id) or self._transfers.end_ship(request_id):
-            return True
-        # A cancelled or unfenced load of a request that is gone ends this way, too.
-        return request_id not in self._requests and self._transfers.end_load(request_id)
-
-    def _on_received(self, request_id: str, result: LoadResult) -> bool:
-        load = self._transfers.find_load(request_id)
-        if load is None:
-            return False
-        self._transfers.end_load(request_id)
-        request = self._requests.get(request_id)
-        if request is not None:
-            self._confirm_load(request, load, result)
-        return True
-
-    def _confirm_load(self, request: Request, load: Load, result: LoadResult) -> None:
-        """The KV is in and proven: other requests may find it."""
-        self.counters.prompt_tokens_loaded += load.num_tokens
-        if request.num_cached_tokens is None:
-            request.num_cached_tokens = max(load.start, result.num_remote_cached_tokens)
-        if request.state is RequestState.WAITING_FOR_REMOTE_KVS and result.first_token is None:
-            # Some forward has to yield the logits of the last token.
-            request.num_computed_tokens = min(request.num_computed_tokens, request.num_tokens - 1)
-        self._blocks.publish(request, 0)
-        if request.state is RequestState.WAITING_FOR_REMOTE_KVS:
-            self._leave_loading(request, result.first_token)
-
-    def _leave_loading(self, request: Request, first_token: SampledToken | None) -> None:
-        if first_token is not None:
-            self._append(request, first_token)
-        if not request.is_finished:
-            request.move(RequestState.WAITING, self._clock())
-            self._loaded[request.request_id] = self._loading.pop(request.request_id)
-
-    def _on_early(self, request_id: str, result: LoadResult) -> bool:
-        """Runs from now on, though the load is open: its layers wait at their barriers."""
-        request = self._loading.get(request_id)
-        if request is None:
-            return False
-        self.counters.num_early_admissions += 1
-        if request.num_cached_tokens is None:
-            request.num_cached_tokens = max(self._local_hit_of(request_id), result.num_remote_cached_tokens)
-        self._leave_loading(request, result.first_token)
-        return True
-
-    def _local_hit_of(self, request_id: str) -> int:
-        load = self._transfers.find_load(request_id)
-        return load.start if load is not None else 0
-
-    def _on_failed(self, request_id: str, failure: LoadFailure) -> bool:
-        if request_id not in self._transfers:
-            return False
-        load = self._transfers.find_load(request_id)
-        if load is None:
-            self._transfers.end_all(request_id)
-        elif failure.is_fenced:
-            # A ship of the same blocks goes on, and keeps them pinned.
-            self._transfers.end_load(request_id)
-        request = self._requests.get(request_id)
-        if request is not None:
-            self._lose_kv(request, load, failure)
-        return True
-
-    def _lose_kv(self, request: Request, load: Load | None, failure: LoadFailure) -> None:
-        num_valid = failure.num_valid_tokens
-        if load is not None:
-            num_valid = load.start if num_valid is None else max(num_valid, load.start)
-            self._blocks.forget(request, num_valid)
-        if load is None or failure.is_final or self._config.kv_load_failure_policy == "fail":
-            error = (failure.kind, failure.reason)
-            self._finish(request, RequestState.FINISHED_ERROR, error=error, is_fenced=failure.is_fenced)
-        else:
-            self._recompute(request, load, num_valid or 0, is_fenced=failure.is_fenced)
-
-    def _recompute(self, request: Request, load: Load, num_valid: int, *, is_fenced: bool) -> None:
-        """Goes on here with what did arrive; without any of it where a silent writer may still reach the blocks."""
-        request.may_load = False
-        self._disowned.add(request.request_id)
-        self.counters.num_loads_recomputed += 1
-        self.counters.recomputed_tokens += load.start + load.num_tokens - num_valid
-        if is_fenced:
-            request.num_computed_tokens = min(num_valid, request.num_tokens - 1)
-            self._blocks.publish(request, 0)
-            if request.request_id in self._loading:
-                self._leave_loading(request, None)
-        else:
-            self._transfers.abandon_load(request.request_id)
-            self._start_over(request)
-
-    def _start_over(self, request: Request) -> None:
-        for place in (self._running, self._loading, self._loaded):
-            place.pop(request.request_id, None)
-        self._blocks.release(request)
-        is_running = request.state is RequestState.RUNNING
-        if request.state is not RequestState.WAITING:
-            request.move(RequestState.PREEMPTED if is_running else RequestState.WAITING, self._clock())
-        self._waiting.push_front([request])

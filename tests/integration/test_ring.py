@@ -3,6 +3,7 @@
 import random
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -77,14 +78,15 @@ def test_the_first_token_may_be_the_last(tiny_llama: Path, oracle: Oracle, first
     }[first_token_ends_it]
     with running_ring(tiny_llama, transport=transport) as ring:
         if first_token_ends_it == "eos":
-            make = ring.decode.node._server_link._make_request
+            link = ring.decode.node._server_link
+            make = link._door.make_request
 
             def with_eos(message, request_id):
                 request = make(message, request_id)
                 request.eos_token_ids = frozenset({first})
                 return request
 
-            ring.decode.node._server_link._make_request = with_eos
+            link._door = replace(link._door, make_request=with_eos)
         answer = ring.client.generate(prompt, sampling)
         assert answer.token_ids == [first]
         assert answer.final.finish_reason == ("length" if first_token_ends_it == "length" else "stop")

@@ -53,7 +53,7 @@ def rig(request: pytest.FixtureRequest) -> Iterator[Rig]:
     """`@pytest.mark.parametrize("rig", [{...}], indirect=True)` to set it up differently."""
     rig = Rig(**getattr(request, "param", {}))
     yield rig
-    for request_id in list(rig.scheduler._requests):
+    for request_id in list(rig.scheduler._roster.requests):
         rig.engine.abort_request(request_id)
     run_until_idle(rig.engine)
     assert_empty(rig.scheduler)
@@ -209,7 +209,7 @@ def test_lack_of_blocks_ends_the_pass(rig: Rig) -> None:
     rig.add(60, request_id="big")
     rig.add(5, request_id="small")
     assert rig.step().keys() == {"a"}  # "small" would fit, but does not overtake
-    assert [request.request_id for request in rig.scheduler._waiting] == ["big", "small"]
+    assert [request.request_id for request in rig.scheduler._roster.waiting] == ["big", "small"]
 
 
 @with_settings(num_blocks=6, watermark_blocks=2)
@@ -235,7 +235,7 @@ def test_the_last_admitted_is_preempted_and_goes_to_the_front(rig: Rig) -> None:
     rig.step()
     assert rig.step() == {"a": 1}
     assert (b.state, b.num_computed_tokens, b.block_ids, b.num_preemptions) == (S.PREEMPTED, 0, [], 1)
-    assert [request.request_id for request in rig.scheduler._waiting] == ["b", "c"]
+    assert [request.request_id for request in rig.scheduler._roster.waiting] == ["b", "c"]
     assert rig.scheduler.counters.num_preemptions == 1
     rig.scheduler.check()
     while not a.is_finished:
@@ -420,7 +420,7 @@ def test_a_request_put_aside_keeps_its_place(rig: Rig) -> None:
     waiting[0].move(S.WAITING_FOR_GRAMMAR, 100.0)
     waiting[2].move(S.WAITING_FOR_STREAMING_REQ, 100.0)
     assert rig.step().keys() == {"b", "d"}
-    assert [request.request_id for request in rig.scheduler._waiting] == ["a", "c"]
+    assert [request.request_id for request in rig.scheduler._roster.waiting] == ["a", "c"]
     rig.step()
     for request in (waiting[0], waiting[2]):
         request.move(S.WAITING, 100.0)

@@ -188,7 +188,7 @@ class Lives(RuleBasedStateMachine):
             return
         self.scheduler.check()
         assert self.scheduler.num_running + self.scheduler.num_loading <= self.limits["max_num_seqs"]
-        live = self.scheduler._requests.values()
+        live = self.scheduler._roster.requests.values()
         num_placed = self.scheduler.num_running + self.scheduler.num_waiting + self.scheduler.num_loading
         assert num_placed == len(live)
         held = Counter(block_id for request in live for block_id in request.block_ids)
@@ -219,7 +219,7 @@ class Lives(RuleBasedStateMachine):
     # How
 
     def _live(self) -> list[str]:
-        return sorted(self.scheduler._requests)
+        return sorted(self.scheduler._roster.requests)
 
     def _open_loads(self) -> list[str]:
         return sorted(name for name, load in self.connector.loads.items() if name not in self.quarantined)

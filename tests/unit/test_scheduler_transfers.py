@@ -132,7 +132,7 @@ def test_those_put_aside_go_before_those_without_room(rig: Rig) -> None:
     for name, answer in [("a", (None, False)), ("b", None), ("c", None)]:
         rig.add(5, request_id=name, answer=answer, max_tokens=2)
     assert list(rig.step()) == ["b"]
-    assert [request.request_id for request in rig.scheduler._waiting] == ["a", "c"]
+    assert [request.request_id for request in rig.scheduler._roster.waiting] == ["a", "c"]
     rig.connector.answers.clear()
 
 
