@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import uvicorn
-from fastapi import Body, FastAPI, Response
+from fastapi import APIRouter, Body, FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 
@@ -19,7 +19,6 @@ from engine.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
-START_TIMEOUT_SECONDS = 10.0
 STOP_TIMEOUT_SECONDS = 5.0
 
 
@@ -35,49 +34,62 @@ class AdminView:
 
 
 def create_admin_app(view: AdminView) -> FastAPI:
+    """The routes find `view` on the app: FastAPI keeps route functions for ever, and a closure would keep the node."""
     app = FastAPI(title="pdserve node", docs_url=None, redoc_url=None, openapi_url=None)
-
-    @app.get("/health")
-    def health() -> Response:
-        return Response()
-
-    @app.get("/ready")
-    def ready() -> JSONResponse:
-        reason = view.not_ready_reason()
-        return JSONResponse({"ready": not reason, "reason": reason}, status_code=503 if reason else 200)
-
-    @app.get("/metrics")
-    def metrics() -> Response:
-        return Response(generate_latest(view.registry), media_type=CONTENT_TYPE_LATEST)
-
-    debug_state = view.debug_state
-    if debug_state is not None:
-
-        @app.get("/debug/state")
-        def state() -> JSONResponse:
-            return JSONResponse(dict(debug_state()))
-
-        _serve_failpoints(app)
-
+    app.state.view = view
+    app.include_router(_status)
+    if view.debug_state is not None:
+        app.include_router(_debug, prefix="/debug")
     return app
 
 
-def _serve_failpoints(app: FastAPI) -> None:
-    """GET lists what is armed. POST {"arm": spec, "disarm": [name, ...]}; to disarm releases a pause."""
+_status = APIRouter()
+_debug = APIRouter()
 
-    @app.get("/debug/failpoints")
-    def listed() -> JSONResponse:
-        return JSONResponse(failpoints.describe())
 
-    @app.post("/debug/failpoints")
-    def change(arm: str = Body(""), disarm: list[str] = Body([])) -> JSONResponse:  # noqa: B008
-        try:
-            failpoints.arm(arm)
-        except ConfigError as error:
-            return JSONResponse({"error": str(error)}, status_code=400)
-        for name in disarm:
-            failpoints.disarm(name)
-        return listed()
+def _view(request: Request) -> AdminView:
+    view = request.app.state.view
+    assert isinstance(view, AdminView)
+    return view
+
+
+@_status.get("/health")
+def health() -> Response:
+    return Response()
+
+
+@_status.get("/ready")
+def ready(request: Request) -> JSONResponse:
+    reason = _view(request).not_ready_reason()
+    return JSONResponse({"ready": not reason, "reason": reason}, status_code=503 if reason else 200)
+
+
+@_status.get("/metrics")
+def metrics(request: Request) -> Response:
+    return Response(generate_latest(_view(request).registry), media_type=CONTENT_TYPE_LATEST)
+
+
+@_debug.get("/state")
+def state(request: Request) -> JSONResponse:
+    debug_state = _view(request).debug_state
+    return JSONResponse(dict(debug_state()) if debug_state is not None else {})
+
+
+@_debug.get("/failpoints")
+def list_failpoints() -> JSONResponse:
+    return JSONResponse(failpoints.describe())
+
+
+@_debug.post("/failpoints")
+def change_failpoints(arm: str = Body(""), disarm: list[str] = Body([])) -> JSONResponse:  # noqa: B008
+    """`{"arm": spec, "disarm": [name, ...]}`; to disarm releases a pause."""
+    try:
+        failpoints.arm(arm)
+    except ConfigError as error:
+        return JSONResponse({"error": str(error)}, status_code=400)
+    for name in disarm:
+        failpoints.disarm(name)
+    return list_failpoints()
 
 
 class AdminEndpoint:

@@ -99,7 +99,7 @@ class EngineLoop:
                 try:
                     engine.add_request(request)
                 except RequestError as error:
-                    logger.warning("refused request %s: %s", request.request_id, error)
+                    logger.warning("refused request %s: %s", request.request_id, str(error))
                     on_refused(request, error)
             case _Abort(request_id=request_id):
                 engine.abort_request(request_id)
