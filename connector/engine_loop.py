@@ -6,19 +6,20 @@ Everything from other threads goes through the inbox. The engine itself is touch
 import logging
 import queue
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from connector.p2p_scheduler import ShipKV
 from connector.peer_messages import Prefill
 from engine.engine import Engine
-from engine.errors import RequestError
+from engine.errors import ErrorKind, RequestError
 from engine.outputs import RequestOutput
 from engine.request import Request
 
 logger = logging.getLogger(__name__)
 
 OnOutputs = Callable[[Sequence[RequestOutput]], None]
-OnRefused = Callable[[Request, RequestError], None]
+OnRefused = Callable[[Request, ErrorKind, str], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +39,9 @@ class _Wake:
 
 @dataclass(frozen=True, slots=True)
 class _Stop:
-    """Only ends the loop."""
+    """Nothing more is taken in; what is there may end until the deadline."""
+
+    deadline: float
 
 
 class EngineLoop:
@@ -47,7 +50,11 @@ class EngineLoop:
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._inbox: queue.SimpleQueue[_Add | _Abort | _Wake | _Stop] = queue.SimpleQueue()
-        self._is_stopping = False
+        self._deadline: float | None = None
+
+    @property
+    def is_draining(self) -> bool:
+        return self._deadline is not None
 
     def submit(self, request: Request) -> None:
         request.arrival_time = self._clock()
@@ -73,37 +80,46 @@ class EngineLoop:
     def wake(self) -> None:
         self._inbox.put(_Wake())
 
-    def stop(self) -> None:
-        """The loop ends after its current step. Safe to call from a signal handler."""
-        self._inbox.put(_Stop())
+    def stop(self, drain_seconds: float = 0.0) -> None:
+        """Refuses what comes from now on; the loop ends when the rest has ended, `drain_seconds` from now at the
+        latest. Safe to call from a signal handler."""
+        self._inbox.put(_Stop(self._clock() + drain_seconds))
 
     def run(self, engine: Engine, on_outputs: OnOutputs, on_refused: OnRefused) -> None:
         """Returns after `stop`. An exception is a bug and ends the process."""
         while True:
-            self._take_in(engine, on_refused, block=not engine.has_work())
-            if self._is_stopping:
+            self._take_in(engine, on_refused)
+            if self._is_over(engine):
                 return
             outputs = engine.step()
             if outputs:
                 on_outputs(outputs)
 
-    def _take_in(self, engine: Engine, on_refused: OnRefused, *, block: bool) -> None:
-        if block:
-            self._handle(engine, on_refused, self._inbox.get())
+    def _is_over(self, engine: Engine) -> bool:
+        return self._deadline is not None and (engine.is_idle() or self._clock() >= self._deadline)
+
+    def _take_in(self, engine: Engine, on_refused: OnRefused) -> None:
+        """All that has come; waits for something if there is nothing else to do."""
+        if not engine.has_work():
+            timeout = None if self._deadline is None else max(0.0, self._deadline - self._clock())
+            with suppress(queue.Empty):
+                self._handle(engine, on_refused, self._inbox.get(timeout=timeout))
         while not self._inbox.empty():
             self._handle(engine, on_refused, self._inbox.get())
 
     def _handle(self, engine: Engine, on_refused: OnRefused, event: _Add | _Abort | _Wake | _Stop) -> None:
         match event:
+            case _Add(request=request) if self._deadline is not None:
+                on_refused(request, ErrorKind.NO_NODE_READY, "the node is shutting down")
             case _Add(request=request):
                 try:
                     engine.add_request(request)
                 except RequestError as error:
                     logger.warning("refused request %s: %s", request.request_id, str(error))
-                    on_refused(request, error)
+                    on_refused(request, ErrorKind.INVALID_REQUEST, str(error))
             case _Abort(request_id=request_id):
                 engine.abort_request(request_id)
             case _Wake():
                 pass
-            case _Stop():
-                self._is_stopping = True
+            case _Stop(deadline=deadline):
+                self._deadline = deadline if self._deadline is None else min(deadline, self._deadline)

@@ -92,8 +92,8 @@ class Node:
         self._end_requests(engine)
 
     def stop(self) -> None:
-        """Safe to call from a signal handler or any thread."""
-        self._loop.stop()
+        """Drains and ends. Safe to call from a signal handler or any thread."""
+        self._loop.stop(self._config.drain_timeout)
 
     def close(self) -> None:
         """Closes everything that is open, in whatever state."""
@@ -229,15 +229,15 @@ class Node:
         elif worker.receiver is not None:
             worker.receiver.release(source)
 
-    def _refuse(self, request: Request, error: RequestError) -> None:
+    def _refuse(self, request: Request, kind: ErrorKind, reason: str) -> None:
         worker = self._parts.worker if self._parts is not None else None
         match request.kv_transfer:
             case ShipKV() if worker is not None:
-                worker.sender.fail(request.request_id, ErrorKind.INVALID_REQUEST, str(error))
+                worker.sender.fail(request.request_id, kind, reason)
                 return
             case PullKV() as source if worker is not None and worker.receiver is not None:
                 worker.receiver.release(source)
-        self._server_link.refuse(request, error)
+        self._server_link.refuse(request, kind, reason)
 
     def _end_requests(self, engine: Engine) -> None:
         """Every accepted request gets its final message, also when we go down."""
@@ -247,6 +247,8 @@ class Node:
     def _not_ready_reason(self) -> str:
         if self._parts is None:
             return LOADING
+        if self._loop.is_draining:
+            return "shutting down"
         worker = self._parts.worker
         if worker is None or worker.receiver is None or worker.receiver.ready_peers():
             return ""

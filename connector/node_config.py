@@ -27,6 +27,8 @@ class NodeConfig:
     """How KV crosses between nodes: a registered name, or module:callable."""
     server_timeout: float = 10.0
     """Seconds of silence after which a server counts as lost and its requests are dropped."""
+    drain_timeout: float = 5.0
+    """Seconds that requests and transfers under way may take to end after SIGTERM."""
     num_threads: int | None = None
     """Threads for the model's arithmetic. Default: one for each CPU the process may use."""
     cpus: tuple[int, ...] = ()
@@ -39,6 +41,8 @@ class NodeConfig:
     """Set by the launcher: a socket on which to say where we listen, and whose end means that the launcher is gone."""
 
     def __post_init__(self) -> None:
+        if self.drain_timeout < 0:
+            raise ConfigError(f"--drain-timeout must be >= 0, got {self.drain_timeout}")
         if self.server_timeout <= 0:
             raise ConfigError(f"--server-timeout must be > 0, got {self.server_timeout}")
         if self.num_threads is not None and self.num_threads < 1:

@@ -120,11 +120,11 @@ class ServerLink:
         for server, tokens in by_server.items():
             self._send(server, Tokens(outputs=tokens))
 
-    def refuse(self, request: Request, error: RequestError) -> None:
+    def refuse(self, request: Request, kind: ErrorKind, reason: str) -> None:
         owner = self._owners.get(request.request_id)
         if owner is not None:
             self._forget(request.request_id)
-            self._refuse(*owner, str(error))
+            self._refuse(*owner, reason, kind)
 
     # The link's side
 
@@ -177,10 +177,8 @@ class ServerLink:
         self._owners[ours] = (peer, message.request_id)
         self._taker.submit(request)
 
-    def _refuse(self, peer: bytes, request_id: str, reason: str) -> None:
-        output = TokenOutput(
-            request_id=request_id, finish_reason="error", error_kind=ErrorKind.INVALID_REQUEST, error=reason
-        )
+    def _refuse(self, peer: bytes, request_id: str, reason: str, kind: ErrorKind = ErrorKind.INVALID_REQUEST) -> None:
+        output = TokenOutput(request_id=request_id, finish_reason="error", error_kind=kind, error=reason)
         self._send(peer, Tokens(outputs=[output]))
 
     def _pong(self, sequence: int) -> NodePong:

@@ -62,6 +62,8 @@ def _node_settings(config: UpConfig, name: str, cpus: tuple[int, ...]) -> dict[s
         "cpus": cpus,
         # Without CPUs of its own a node must not start as many threads as the machine has.
         "num_threads": config.num_threads or (None if cpus else 1),
+        # The server goes first and ends its streams: there is nothing left to wait for.
+        "drain_timeout": 0.5,
         "debug_state": config.debug_state,
         "log_level": config.log_level,
     }

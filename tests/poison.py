@@ -1,4 +1,4 @@
-"""Poison: blocks that hold nothing hold NaN. What was never written, or is read after it was given up, shows at once."""
+"""Poison: blocks that hold nothing hold NaN. What was never written, or is read after it was given up, shows."""
 
 import math
 from collections.abc import Iterable

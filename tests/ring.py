@@ -136,10 +136,14 @@ class RunningNode:
         return at_rest and not any(open_transfers)
 
     def close(self) -> None:
+        """May be called twice. Lets go of the node: its memory is unmapped when nobody looks at it any more."""
+        if self.node is None:
+            return
         self.node.stop()
         self._thread.join(TIMEOUT)
         assert not self._thread.is_alive()
         self.node.close()
+        self.node = None
         if self.failure is not None:
             raise self.failure
 
@@ -167,7 +171,7 @@ def node_config(model: Path, **settings: Any) -> NodeConfig:
             **{"heartbeat_interval": 0.1, "peer_timeout": 2.0, "remote_prefill_threshold": 0} | of(TransferSettings)
         ),
         num_threads=1,
-        **settings,
+        **{"drain_timeout": 0.0} | settings,
     )
     return config
 

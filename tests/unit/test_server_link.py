@@ -19,7 +19,7 @@ from connector.server_messages import (
     Tokens,
     decode_from_node,
 )
-from engine.errors import ErrorKind, RequestError
+from engine.errors import ErrorKind
 from engine.outputs import RequestOutput
 from engine.request import Request, RequestState, SampledToken
 from engine.sampling_params import SamplingParams
@@ -180,7 +180,7 @@ def test_a_refused_request_gets_its_final_message(rig: Rig):
     server = Server(rig.network)
     server.say(generate())
     rig.network.pump()
-    rig.link.refuse(rig.taker.requests[0], RequestError("too long", param="prompt"))
+    rig.link.refuse(rig.taker.requests[0], ErrorKind.INVALID_REQUEST, "too long")
     rig.network.pump()
     (message,) = server.messages
     assert (message.outputs[0].error, message.outputs[0].error_kind) == ("too long", ErrorKind.INVALID_REQUEST)
