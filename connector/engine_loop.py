@@ -87,10 +87,8 @@ class EngineLoop:
 
     def run(self, engine: Engine, on_outputs: OnOutputs, on_refused: OnRefused) -> None:
         """Returns after `stop`. An exception is a bug and ends the process."""
-        while True:
+        while not self._is_over(engine):
             self._take_in(engine, on_refused)
-            if self._is_over(engine):
-                return
             outputs = engine.step()
             if outputs:
                 on_outputs(outputs)

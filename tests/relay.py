@@ -54,12 +54,15 @@ class Relay:
         while not self._closed.is_set():
             try:
                 near, _ = self._listener.accept()
+                self._sockets.append(near)
+                if not self.target:
+                    continue  # a black hole
                 host, port = self.target.removeprefix("tcp://").rsplit(":", 1)
                 far = socket.create_connection((host, int(port)), timeout=5)
                 far.settimeout(None)
             except OSError:
                 continue
-            self._sockets += [near, far]
+            self._sockets.append(far)
             self._start(self._pump, near, far, False)
             self._start(self._pump, far, near, True)
 

@@ -1,0 +1,164 @@
+"""Nodes as processes of their own, for what only a process can do: die, stand still, and be started again."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from connector.failpoints import ENVIRONMENT
+from tests.relay import Relay
+from tests.ring import Client, wait_until
+
+START_TIMEOUT = 60.0
+COMMON = ("--dtype", "float32", "--num-blocks", "64", "--block-size", "4", "--num-threads", "1", "--debug-state")
+COMMON += ("--remote-prefill-threshold", "0", "--heartbeat-interval", "0.1", "--peer-timeout", "1.0")
+ANYWHERE = {"--listen": "tcp://127.0.0.1:0", "--kv-listen": "tcp://127.0.0.1:0", "--admin-port": "0"}
+
+
+@dataclass
+class NodeProcess:
+    """One `python -m prefill_node` or `decode_node`. Only its own pid is ever signalled."""
+
+    role: str
+    flags: Sequence[str]
+    where: dict[str, Any] = field(default_factory=dict)
+    process: subprocess.Popen[bytes] | None = None
+    _parent: socket.socket | None = None
+
+    def start(self, failpoints: str = "") -> None:
+        """Returns when it listens; the model may still be loading."""
+        ours, theirs = socket.socketpair()
+        with theirs:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", f"{self.role}_node", *self.flags, "--parent-fd", str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                env={**os.environ, ENVIRONMENT: failpoints},
+            )
+        self._parent = ours
+        ours.settimeout(START_TIMEOUT)
+        with ours.makefile("rb") as lines:
+            self.where = json.loads(lines.readline())
+
+    def restart(self) -> None:
+        """The same node, at the same ports."""
+        assert self.process is not None
+        assert self.process.wait(10) is not None
+        self._close_parent()
+        self.start()
+
+    def kill(self, number: int = signal.SIGKILL) -> None:
+        assert self.process is not None
+        self.process.send_signal(number)
+
+    def ended(self, timeout: float = 10.0) -> int:
+        assert self.process is not None
+        return self.process.wait(timeout)
+
+    def get(self, path: str) -> Any:
+        return httpx.get(self.where["admin_url"] + path).raise_for_status().json()
+
+    def is_ready(self) -> bool:
+        return httpx.get(self.where["admin_url"] + "/ready").status_code == 200
+
+    def counter(self, name: str) -> float:
+        text = httpx.get(self.where["admin_url"] + "/metrics").text
+        return sum(float(line.rpartition(" ")[2]) for line in text.splitlines() if line.startswith(name + "{"))
+
+    def hits(self, point: str) -> int:
+        return sum(entry["num_hits"] for entry in self.get("/debug/failpoints") if entry["name"] == point)
+
+    def disarm(self, point: str) -> None:
+        httpx.post(self.where["admin_url"] + "/debug/failpoints", json={"disarm": [point]}).raise_for_status()
+
+    def is_at_rest(self) -> bool:
+        state = self.get("/debug/state")
+        blocks, transfers = state["blocks"], state["transfers"]
+        open_transfers = (transfers["outgoing"], transfers.get("incoming"), transfers.get("quarantined"))
+        at_rest = blocks["free"] == blocks["total"] and not any(state["queues"].values())
+        return at_rest and not transfers["leases"] and not any(open_transfers)
+
+    def close(self) -> None:
+        if self.process is not None and self.process.poll() is None:
+            self.process.send_signal(signal.SIGCONT)
+            self.process.kill()
+            self.process.wait(10)
+        self._close_parent()
+
+    def _close_parent(self) -> None:
+        if self._parent is not None:
+            self._parent.close()
+            self._parent = None
+
+
+@dataclass
+class ProcessRing:
+    prefill: NodeProcess
+    decode: NodeProcess
+    client: Client
+
+    def wait_until_met(self) -> None:
+        wait_until(lambda: self.decode.counter("pdserve_kv_prefill_peers_ready") == 1, "the handshake", START_TIMEOUT)
+
+    def wait_until_at_rest(self, *nodes: NodeProcess) -> None:
+        for node in nodes or (self.decode, self.prefill):
+            wait_until(node.is_at_rest, f"at rest: {node.get('/debug/state')}")
+
+
+@contextmanager
+def node_process(role: str, model: Path, *flags: str, failpoints: str = "", **places: str) -> Iterator[NodeProcess]:
+    where = {flag: value for flag, value in ANYWHERE.items() if role == "prefill" or flag != "--kv-listen"}
+    where |= {"--" + name.replace("_", "-"): value for name, value in places.items()}
+    words = [word for pair in where.items() for word in pair]
+    node = NodeProcess(role, ["--model", str(model), *COMMON, *words, *flags])
+    try:
+        node.start(failpoints)
+        yield node
+    finally:
+        node.close()
+
+
+@contextmanager
+def process_ring(
+    model: Path,
+    *flags: str,
+    prefill_failpoints: str = "",
+    kv_address: str | None = None,
+    relay: Relay | None = None,
+    meets: bool = True,
+) -> Iterator[ProcessRing]:
+    """A prefill node at ports of its own, so that it can be started again, a decode node that dials it (or
+    `kv_address`), and a client of the decode node."""
+    kv_port, port, admin_port = free_ports(3)
+    at = {"listen": f"tcp://127.0.0.1:{port}", "kv_listen": f"tcp://127.0.0.1:{kv_port}", "admin_port": str(admin_port)}
+    with ExitStack() as stack:
+        prefill = stack.enter_context(
+            node_process("prefill", model, "--name", "p0", *flags, failpoints=prefill_failpoints, **at)
+        )
+        if relay is not None:
+            relay.target = at["kv_listen"]
+        decode = stack.enter_context(node_process("decode", model, "--prefill", kv_address or at["kv_listen"], *flags))
+        client = Client(decode.where["address"])
+        stack.callback(client.close)
+        ring = ProcessRing(prefill, decode, client)
+        if meets:
+            ring.wait_until_met()
+        yield ring
+
+
+def free_ports(count: int) -> list[int]:
+    """Free at this moment; taken again at once by whoever asked."""
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [s.getsockname()[1] for s in sockets]
+    for s in sockets:
+        s.close()
+    return ports
