@@ -20,6 +20,7 @@ from engine.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 STOP_TIMEOUT_SECONDS = 5.0
+BACKLOG = 128
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,6 +122,8 @@ def _bind(host: str, port: int) -> socket.socket:
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((host, port))
+        # At once: who is told the port may come before the serving thread does.
+        listener.listen(BACKLOG)
     except (OSError, OverflowError) as error:
         listener.close()
         raise ConfigError(f"--admin-port: cannot listen on {host}:{port}: {error}") from error

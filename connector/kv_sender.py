@@ -82,6 +82,7 @@ class KVSender:
         self.num_malformed = 0
         self.num_refused = 0
         self.num_steps = 0
+        self._refused: dict[str, str] = {}
         self._identity = identity
         self._settings = settings
         self._taker = taker
@@ -210,7 +211,10 @@ class KVSender:
 
     def _refuse(self, identity: bytes, hello: PeerHello, reason: str) -> None:
         self.num_refused += 1
-        logger.error("refused decode node %s: %s", hello.name, reason)
+        if self._refused.get(hello.epoch) != reason:
+            # It asks again with every heartbeat.
+            self._refused = {hello.epoch: reason}
+            logger.error("refused decode node %s: %s", hello.name, reason)
         self._send(identity, PeerRefused(reason=reason))
 
     def _admit(self, identity: bytes, hello: PeerHello) -> bool:

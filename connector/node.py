@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from prometheus_client import CollectorRegistry
 
 from connector import failpoints
+from connector.address import check_tcp_address
 from connector.admin import AdminEndpoint, AdminView
 from connector.codec import PROTOCOL_VERSION
 from connector.engine_loop import EngineLoop
@@ -56,6 +57,13 @@ class NodeAddresses:
     admin_port: int
     kv_listen: str | None = None
     prefill: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        check_tcp_address("--listen", self.listen)
+        if self.kv_listen is not None:
+            check_tcp_address("--kv-listen", self.kv_listen)
+        for address in self.prefill:
+            check_tcp_address("--prefill", address)
 
 
 class Node:

@@ -20,7 +20,7 @@ class NodeConfig:
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     transfer: TransferSettings = field(default_factory=TransferSettings)
     name: str | None = None
-    """Name in logs, metrics and messages; unique in the deployment. Default: role, host and port."""
+    """Name in logs, metrics and messages; unique in the deployment. Default: role, host, port and pid."""
     admin_host: str = "127.0.0.1"
     """Interface of the admin endpoint (/health, /ready, /metrics)."""
     kv_connector: str = "p2p"

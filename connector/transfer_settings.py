@@ -1,5 +1,6 @@
 """How a node moves KV: frozen, checked, flags derived from the fields."""
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -48,10 +49,10 @@ class TransferSettings:
             "credit_bytes",
             "max_peers",
         ):
-            if getattr(self, name) <= 0:
+            if not 0 < getattr(self, name) < math.inf:
                 raise ConfigError(f"--{name.replace('_', '-')} must be > 0, got {getattr(self, name)}")
         for name in ("remote_prefill_threshold", "max_barrier_stall"):
-            if getattr(self, name) < 0:
+            if not 0 <= getattr(self, name) < math.inf:
                 raise ConfigError(f"--{name.replace('_', '-')} must be >= 0, got {getattr(self, name)}")
         if self.peer_timeout <= self.heartbeat_interval:
             raise ConfigError(

@@ -76,6 +76,7 @@ class ZmqLinks(Links):
             socket.connect(address)
         except zmq.ZMQError as error:
             socket.disable_monitor()
+            monitor.close(0)
             socket.close(0)
             raise LinkError(f"cannot dial {address}: {error}") from error
         return self._adopt(_Dialled(self, socket, monitor, handler, address))

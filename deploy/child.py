@@ -13,6 +13,7 @@ from typing import Any
 from engine.errors import ConfigError
 
 NUM_LAST_LINES = 8
+MAX_LINE_BYTES = 1 << 24
 
 
 @dataclass(slots=True, eq=False)
@@ -43,6 +44,7 @@ class Child:
             self.process = await asyncio.create_subprocess_exec(
                 sys.executable,
                 *("-m", module, *self.argv, "--parent-fd", str(theirs.fileno())),
+                limit=MAX_LINE_BYTES,
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=PIPE,
                 stderr=asyncio.subprocess.STDOUT,

@@ -52,11 +52,13 @@ class Launcher:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._stop.set)
+        self._remove_ready_file()
         try:
             if await self._or_stopped(self._start()):
                 return await self._watch()
             return 0
         finally:
+            self._remove_ready_file()
             await self._stop_all()
 
     @property
@@ -74,7 +76,7 @@ class Launcher:
                     status.update("waiting until the ring is ready")
                     await self._wait_until_ready()
         except TimeoutError:
-            raise ConfigError(f"--start-timeout: not ready after {config.start_timeout:.0f} s") from None
+            raise ConfigError(f"--start-timeout: not ready after {config.start_timeout:g} s") from None
         self._write_ready_file()
         self._print_ready()
 
@@ -129,7 +131,7 @@ class Launcher:
         for task in pending:
             task.cancel()
         for task in done - {stop}:
-            self._console.print(f"[red]{escape(await endings[task].obituary())}[/]", highlight=False)
+            self._console.print(f"[red]{escape(await endings[task].obituary())}[/]", highlight=False, soft_wrap=True)
         return 0 if stop in done else 1
 
     async def _or_stopped(self, work: Coroutine[Any, Any, None]) -> bool:
@@ -168,6 +170,11 @@ class Launcher:
         self._console.print(f"[bold green]ready[/] at {url} - try:", highlight=False)
         command = f"curl {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'"
         self._console.print(escape(command), highlight=False, soft_wrap=True)
+
+    def _remove_ready_file(self) -> None:
+        """It is there while the ring is ready, and names no processes of another time."""
+        if self._config.ready_file is not None:
+            self._config.ready_file.unlink(missing_ok=True)
 
     def _write_ready_file(self) -> None:
         """Whole or not at all: scripts wait for it to appear."""

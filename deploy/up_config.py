@@ -1,5 +1,6 @@
 """Settings of `pdserve up`: what somebody on one machine changes of the ring's processes, and the launcher's own."""
 
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -50,6 +51,12 @@ class UpConfig:
     def __post_init__(self) -> None:
         _require(self.prefill_nodes >= 0, "--prefill-nodes", "must be >= 0", self.prefill_nodes)
         _require(self.decode_nodes >= 1, "--decode-nodes", "must be at least 1", self.decode_nodes)
+        _require(0 <= self.port <= 65535, "--port", "must be in [0, 65535]", self.port)
+        if self.ready_file is not None:
+            directory = self.ready_file.absolute().parent
+            _require(
+                os.access(directory, os.W_OK), "--ready-file", "must be in a directory that can be written", directory
+            )
         _require(self.start_timeout > 0, "--start-timeout", "must be > 0", self.start_timeout)
         _require(
             self.num_threads is None or self.num_threads >= 1, "--num-threads", "must be at least 1", self.num_threads

@@ -85,6 +85,7 @@ def build_engine(
         plan.layout.num_blocks,
         plan.max_model_len,
         model_digest=plan.model.digest() + plan.weights_digest,
+        vocab_size=plan.model.vocab_size,
         connector=connection.scheduler if connection is not None else None,
         clock=clock,
     )

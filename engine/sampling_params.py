@@ -7,6 +7,10 @@ from engine.errors import RequestError
 
 MAX_LOGPROBS = 20
 MAX_SEED = 2**63 - 1
+MAX_TOP_K = 2**31 - 1
+MAX_STOPS = 1024
+MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 0.001, 1000.0
+"""Logits times or through it stay within float32."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,10 +44,16 @@ class SamplingParams:
         _require(self.max_tokens >= 1, "max_tokens", "must be at least 1", self.max_tokens)
         _require(0 <= self.min_tokens <= self.max_tokens, "min_tokens", "must be in [0, max_tokens]", self.min_tokens)
         _require(0 <= self.temperature < math.inf, "temperature", "must be a finite number >= 0", self.temperature)
-        _require(self.top_k >= 0, "top_k", "must be >= 0 (0: off)", self.top_k)
+        _require(0 <= self.top_k <= MAX_TOP_K, "top_k", f"must be in [0, {MAX_TOP_K}] (0: off)", self.top_k)
         _require(0 < self.top_p <= 1, "top_p", "must be in (0, 1]", self.top_p)
         _require(0 <= self.min_p <= 1, "min_p", "must be in [0, 1]", self.min_p)
-        _require(0 < self.repetition_penalty < math.inf, "repetition_penalty", "must be > 0", self.repetition_penalty)
+        _require(
+            MIN_REPETITION_PENALTY <= self.repetition_penalty <= MAX_REPETITION_PENALTY,
+            "repetition_penalty",
+            f"must be in [{MIN_REPETITION_PENALTY}, {MAX_REPETITION_PENALTY}]",
+            self.repetition_penalty,
+        )
+        _require(len(self.stop_token_ids) <= MAX_STOPS, "stop_token_ids", f"must be at most {MAX_STOPS}", "more")
         for name in ("presence_penalty", "frequency_penalty"):
             _require(-2 <= getattr(self, name) <= 2, name, "must be in [-2, 2]", getattr(self, name))
         for token_id, bias in self.logit_bias.items():

@@ -42,6 +42,7 @@ from engine.open_transfers import OpenTransfers
 from engine.outputs import RequestOutput, SchedulerCounters
 from engine.request import Request, RequestState, SampledToken
 from engine.roster import Roster
+from engine.sampling_params import check_vocab
 from engine.step_plan import StepPlan
 
 
@@ -56,6 +57,7 @@ class Scheduler:
         max_model_len: int,
         *,
         model_digest: str,
+        vocab_size: int | None = None,
         connector: SchedulerConnector | None,
         clock: Callable[[], float],
     ) -> None:
@@ -63,6 +65,7 @@ class Scheduler:
         self.connector = connector
         self.counters = SchedulerCounters()
         self._config = config
+        self._vocab_size = vocab_size
         self._clock = clock
         # A request that alone outgrew the pool could never be resumed: it ends by length instead.
         self._max_num_tokens = min(max_model_len, num_blocks * cache.block_size)
@@ -132,6 +135,10 @@ class Scheduler:
                 "one of them an output token",
                 param="prompt",
             )
+        if self._vocab_size is not None:
+            if max(request.prompt_token_ids) >= self._vocab_size:
+                raise RequestError(f"token ids must be below {self._vocab_size}", param="prompt")
+            check_vocab(request.sampling, self._vocab_size)
         self._roster.add(request)
         self._is_stalled = False
 

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from connector.address import check_tcp_address
 from engine.errors import ConfigError
 
 LogLevel = Literal["debug", "info", "warning", "error"]
@@ -17,7 +18,7 @@ class ServerConfig:
     served_model_name: tuple[str, ...] = ()
     """Name that clients use; repeat for aliases. Default: the text of --model."""
     decode: tuple[str, ...] = ()
-    """Decode node to dial, such as tcp://127.0.0.1:7001. Repeat for more; at least one, or --node."""
+    """Decode node to dial, such as tcp://127.0.0.1:7200. Repeat for more; at least one, or --node."""
     prefill: tuple[str, ...] = ()
     """Prefill node to dial. Repeat for more."""
     node: str | None = None
@@ -60,7 +61,7 @@ class ServerConfig:
         _require(not node or not (self.decode or self.prefill), "--node", "excludes --decode and --prefill", "both")
         for flag, addresses in (("--decode", self.decode), ("--prefill", self.prefill), ("--node", node)):
             for address in addresses:
-                _require(address.startswith("tcp://"), flag, "must look like tcp://HOST:PORT", address)
+                check_tcp_address(flag, address)
         addresses = self.decode + self.prefill
         _require(len(set(addresses)) == len(addresses), "--decode, --prefill", "must name each node once", addresses)
 

@@ -59,8 +59,10 @@ class Work:
 class Fleet:
     """The configured nodes. Belongs to the event loop it was started in."""
 
-    def __init__(self, config: ServerConfig, metrics: Metrics) -> None:
+    def __init__(self, config: ServerConfig, metrics: Metrics, config_digest: str) -> None:
+        """`config_digest`: of the model whose tokenizer this server uses."""
         self._config = config
+        self._config_digest = config_digest
         self._metrics = metrics
         self._takers = [NodeClient(address, "decode", metrics, self._note_whole) for address in config.decode]
         """Where requests go: the decode nodes, or the node of --node."""
@@ -179,6 +181,8 @@ class Fleet:
         names = Counter(other.name for other in self._nodes if other.hello)
         if names[node.name] > 1:
             return f"incompatible: another node is called {node.name} too"
+        if node.hello.model.config_digest != self._config_digest:
+            return "incompatible: it serves another model than the server's --model"
         return _refuse(node.hello, node.expected_role, self._reference)
 
     def _story(self, headline: str, nodes: Sequence[NodeClient]) -> str:

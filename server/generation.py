@@ -115,11 +115,9 @@ class Generation:
         for sequence, output in arrived:
             if sequence.choice.index not in self._open:
                 continue
-            if output.finish_reason == "error":
+            if output.finish_reason in ("error", "abort"):
                 # Raised at the reader's next turn: what came before it is still delivered.
-                self.abort(
-                    ServingError(output.error or "the node failed", kind=output.error_kind or ErrorKind.INTERNAL)
-                )
+                self.abort(_failure_of(output))
                 break
             deltas.append(self._apply(sequence, output))
         return deltas
@@ -134,3 +132,10 @@ class Generation:
     def _end_all(self, reason: str) -> None:
         for sequence in self._open.values():
             sequence.end(reason)
+
+
+def _failure_of(output: TokenOutput) -> ServingError:
+    """Whom we cancelled we do not hear any more: an abort that does arrive is the node giving the request up."""
+    if output.finish_reason == "abort":
+        return ServingError("the node gave the request up", kind=ErrorKind.PEER_UNREACHABLE)
+    return ServingError(output.error or "the node failed", kind=output.error_kind or ErrorKind.INTERNAL)

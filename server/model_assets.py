@@ -5,7 +5,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from engine.errors import ConfigError
+from engine.errors import ConfigError, RequestError
+from engine.model_config import ModelConfig
+from engine.sampling_params import SamplingParams
 from server.chat_template import ChatTemplate, load_chat_template
 from server.tokenizer import Tokenizer
 
@@ -22,6 +24,8 @@ class ModelAssets:
     """What generation_config.json says in place of OpenAI's defaults, by the field names of `SamplingParams`."""
     vocab_size: int
     """Ids from here on do not exist for the model."""
+    config_digest: str
+    """Of the model that this tokenizer belongs to; nodes must serve the same."""
 
 
 def load_model_assets(directory: Path) -> ModelAssets:
@@ -33,6 +37,7 @@ def load_model_assets(directory: Path) -> ModelAssets:
         chat_template=load_chat_template(directory, _read_json(directory / "tokenizer_config.json")),
         sampling_defaults=_sampling_defaults(_read_json(directory / "generation_config.json")),
         vocab_size=_vocab_size(config, tokenizer),
+        config_digest=ModelConfig.from_checkpoint(directory).digest(),
     )
 
 
@@ -43,8 +48,14 @@ def _vocab_size(config: dict[str, Any], tokenizer: Tokenizer) -> int:
 
 
 def _sampling_defaults(generation_config: dict[str, Any]) -> dict[str, float]:
+    """Checked here, or every request would be told that it is wrong."""
     values = {name: generation_config.get(name) for name in _SAMPLING_FIELDS}
-    return {name: value for name, value in values.items() if isinstance(value, int | float)}
+    defaults = {name: value for name, value in values.items() if isinstance(value, int | float)}
+    try:
+        SamplingParams(**defaults)  # type: ignore[arg-type]
+    except RequestError as error:
+        raise ConfigError(f"--model: generation_config.json: {error}") from error
+    return defaults
 
 
 def _read_json(path: Path) -> dict[str, Any]:

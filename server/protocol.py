@@ -11,8 +11,12 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from pydantic_core import PydanticCustomError
 
 from engine.errors import RequestError
+from engine.sampling_params import MAX_STOPS
 
 MAX_CHOICES = 128
+MAX_PROMPTS = 1024
+MAX_MESSAGES = 4096
+"""Longer lists would hold up everybody else's streams while they are read."""
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARS = 1024
 MAX_TOP_LOGPROBS = 20
@@ -38,6 +42,8 @@ def _parse_prompt(value: Any) -> list[str] | list[list[int]]:
     """Each form of `prompt` as a list of prompts."""
     if isinstance(value, str):
         return [_check_unicode(value)]
+    if isinstance(value, list) and len(value) > MAX_PROMPTS and not isinstance(value[0], int):
+        raise PydanticCustomError("prompt_count", "Input should hold at most {most} prompts", {"most": MAX_PROMPTS})
     if isinstance(value, list) and value:
         if all(isinstance(item, str) for item in value):
             return [_check_unicode(item) for item in value]
@@ -169,7 +175,7 @@ class GenerationBody(_Body):
     logit_bias: dict[str, float] | None = None
     seed: int | None = None
     stop: Annotated[list[str], PlainValidator(_parse_stop, json_schema_input_type=str | list[str] | None)] = []
-    stop_token_ids: list[int] | None = None
+    stop_token_ids: Annotated[list[int], Field(max_length=MAX_STOPS)] | None = None
     ignore_eos: bool | None = False
     include_stop_str_in_output: bool | None = False
     skip_special_tokens: bool | None = True
@@ -220,7 +226,7 @@ class TemplateFields(_Body):
 class ChatBody(GenerationBody, TemplateFields):
     """POST /v1/chat/completions"""
 
-    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES)]
     max_completion_tokens: int | None = None
     logprobs: bool | None = False
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
@@ -230,7 +236,7 @@ class TokenizeBody(TemplateFields):
     """POST /tokenize, with a prompt or with messages."""
 
     prompt: Text | None = None
-    messages: Annotated[list[ChatMessage], Field(min_length=1)] | None = None
+    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES)] | None = None
     return_token_strs: bool | None = False
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from uuid import uuid4
 
 from connector.kv_transfer_params import KVTransferParams
-from engine.errors import ErrorKind, PdserveError, RequestError, ServingError
+from engine.errors import ErrorKind, RequestError, ServingError
 from engine.sampling_params import SamplingParams
 from server.choice import Choice, OutputOptions
 from server.config import ServerConfig
@@ -62,7 +62,7 @@ class Service:
         self.started_at = int(time.time())
         self.prompts = PromptReader(assets)
         self.metrics = Metrics(config.model_names[0])
-        self.fleet = Fleet(config, self.metrics)
+        self.fleet = Fleet(config, self.metrics, assets.config_digest)
         self._is_draining = False
         self._generations: set[Generation] = set()
 
@@ -99,8 +99,8 @@ class Service:
         try:
             for index in range(len(submission.jobs)):
                 self._launch(generation, submission, index, f"{unique}-{index}")
-        except PdserveError as error:
-            generation.abort(error)
+        except BaseException:
+            # Whatever it was, nothing of the request may stay behind.
             generation.close()
             raise
         generation.expire_in(self.config.request_timeout)

@@ -66,6 +66,7 @@ def make_scheduler(
     max_model_len: int = 1000,
     connector: SchedulerConnector | None = None,
     model_digest: str = "model",
+    vocab_size: int | None = None,
     enable_prefix_caching: bool = True,
     clock: Callable[[], float] | None = None,
     **settings: int,
@@ -76,6 +77,7 @@ def make_scheduler(
         num_blocks,
         max_model_len,
         model_digest=model_digest,
+        vocab_size=vocab_size,
         connector=connector,
         clock=clock or FakeClock(),
     )

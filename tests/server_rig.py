@@ -1,6 +1,8 @@
 """A real server on a free port in front of scripted nodes: tests choose the tokens, the delays and the failures."""
 
+import functools
 import json
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -34,6 +36,7 @@ from connector.server_messages import (
     decode_from_server,
 )
 from connector.zmq_link import ZmqLinks
+from engine.model_config import ModelConfig
 from engine.request import SampledToken
 from server.app import create_app
 from server.config import ServerConfig
@@ -72,6 +75,28 @@ def tokenizer_json() -> str:
     return file.to_str()
 
 
+CONFIG = {
+    "model_type": "llama",
+    "vocab_size": 350,
+    "hidden_size": 64,
+    "intermediate_size": 112,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 1024,
+    "rms_norm_eps": 1e-5,
+    "hidden_act": "silu",
+}
+
+
+@functools.cache
+def config_digest() -> str:
+    """What a node that serves `CONFIG` says of itself."""
+    with tempfile.TemporaryDirectory() as directory:
+        (Path(directory) / "config.json").write_text(json.dumps(CONFIG))
+        return ModelConfig.from_checkpoint(Path(directory)).digest()
+
+
 def write_model_directory(directory: Path, **generation_config: Any) -> Path:
     """A checkpoint directory without weights."""
     tokenizer_config = {
@@ -81,14 +106,14 @@ def write_model_directory(directory: Path, **generation_config: Any) -> Path:
     }
     (directory / "tokenizer.json").write_text(tokenizer_json())
     (directory / "tokenizer_config.json").write_text(json.dumps(tokenizer_config))
-    (directory / "config.json").write_text(json.dumps({"model_type": "llama", "vocab_size": 350}))
+    (directory / "config.json").write_text(json.dumps(CONFIG))
     (directory / "generation_config.json").write_text(json.dumps(generation_config))
     return directory
 
 
 def make_identity(**changes: Any) -> ModelIdentity:
     fields: dict[str, Any] = {
-        "config_digest": "c",
+        "config_digest": config_digest(),
         "weights_digest": "w",
         "dtype": "float32",
         "num_layers": 2,

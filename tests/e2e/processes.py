@@ -46,6 +46,14 @@ class Command:
         for line in self.process.stdout:
             self.lines.append(line.rstrip())
 
+    def close(self) -> None:
+        """Ends it, whatever it does."""
+        if self.process.poll() is None:
+            self.process.terminate()
+        self.wait(STOP_TIMEOUT)
+        if self.process.stdout is not None:
+            self.process.stdout.close()
+
     def wait(self, timeout: float) -> int:
         status = self.process.wait(timeout)
         assert self.reader is not None

@@ -24,13 +24,13 @@ def test_the_demo_model_says_paris_streamed_and_not(tmp_path: Path):
             whole = client.chat.completions.create(**ask)
             assert whole.choices[0].message.content == "The capital of France is Paris."
             assert whole.choices[0].finish_reason == "stop"
+            assert ring.metrics("decode-0")["pdserve_kv_bytes_received_total"] > 0
+            assert ring.metrics("decode-0")["pdserve_prompt_tokens_computed_total"] == 0
             parts = [
                 chunk.choices[0].delta.content or "" for chunk in client.chat.completions.create(**ask, stream=True)
             ]
             assert "".join(parts) == whole.choices[0].message.content
             assert len([part for part in parts if part]) > 3, "it came in one piece"
-        assert ring.metrics("decode-0")["pdserve_kv_bytes_received_total"] > 0
-        assert ring.metrics("decode-0")["pdserve_prompt_tokens_computed_total"] == 0
         assert "curl " in ring.command.output
         ring.wait_until_quiescent()
 

@@ -68,6 +68,21 @@ def test_a_node_without_cpus_of_its_own_uses_one_thread():
     assert decode_config(UpConfig(num_threads=3), 0, (), []).num_threads == 3
 
 
+@pytest.mark.parametrize(
+    ("settings", "flag"),
+    [({"port": 99999}, "--port"), ({"port": -1}, "--port"), ({"ready_file": Path("/no/such/place/x")}, "--ready-file")],
+)
+def test_bad_settings_are_found_before_anything_starts(settings: dict[str, object], flag: str):
+    with pytest.raises(ConfigError, match=flag):
+        UpConfig(**settings)
+
+
+@pytest.mark.parametrize("name", ["heartbeat_interval", "peer_timeout", "lease_seconds", "max_barrier_stall"])
+def test_times_must_be_finite_numbers(name: str):
+    with pytest.raises(ConfigError, match=name.replace("_", "-")):
+        TransferSettings(**{name: float("nan")})
+
+
 def test_the_server_is_told_every_node():
     config = server_config(UpConfig(served_model_name=("x",)), prefill=["tcp://p:1"], decode=["tcp://d:1"])
     assert (config.prefill, config.decode, config.served_model_name) == (("tcp://p:1",), ("tcp://d:1",), ("x",))

@@ -98,6 +98,23 @@ def test_what_can_never_be_served_is_refused_by_name(rig: Rig) -> None:
     rig.add(39)
 
 
+@with_settings(vocab_size=300)
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"prompt": [5, 300]}, "prompt"),
+        ({"prompt": [10**6]}, "prompt"),
+        ({"prompt": [5], "logit_bias": {300: 1.0}}, "logit_bias"),
+        ({"prompt": [5], "stop_token_ids": (300,)}, "stop_token_ids"),
+    ],
+)
+def test_tokens_that_the_model_does_not_have_are_refused_by_name(rig: Rig, fields, param: str) -> None:
+    with pytest.raises(RequestError) as refusal:
+        rig.add(**fields)
+    assert refusal.value.param == param
+    rig.add(prompt=[5, 299])
+
+
 @with_settings(num_blocks=2, max_model_len=1000)
 def test_a_prompt_that_the_pool_cannot_hold_is_refused(rig: Rig) -> None:
     with pytest.raises(RequestError, match="at most 32 fit"):

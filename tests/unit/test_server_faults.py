@@ -146,12 +146,38 @@ def test_a_request_that_takes_too_long_is_given_up(nodes: Any, serve: Serve) -> 
         wait_for(lambda: len(node.cancelled) == 2)
 
 
-def test_what_the_node_aborts_is_reported_as_such(nodes: Any, serve: Serve) -> None:
+def test_what_the_node_aborts_by_itself_is_an_error_and_no_short_answer(nodes: Any, serve: Serve) -> None:
     node = nodes()
     node.script = answers([65], finish_reason="abort")
     with serve([node]) as server:
         server.wait_ready()
-        assert server.complete().json()["choices"][0]["finish_reason"] == "abort"
+        response = server.complete()
+        assert (response.status_code, "gave the request up" in response.text) == (502, True)
+        events = events_of(server.complete(stream=True))
+        assert events[-1]["error"]["code"] == 502
+        assert not [e for e in events[:-1] if e["choices"][0]["finish_reason"]]
+
+
+def test_nodes_that_serve_another_model_than_the_server_s_are_refused(nodes: Any, serve: Serve) -> None:
+    node = nodes()
+    node.identity = make_identity(config_digest="of another model")
+    with serve([node]) as server:
+        wait_for(lambda: "another model than the server's --model" in reason_of(server))
+        assert server.complete().status_code == 503
+
+
+def test_a_request_that_cannot_be_sent_leaves_nothing_behind(nodes: Any, serve: Serve, monkeypatch: Any) -> None:
+    node = nodes()
+    with serve([node]) as server:
+        server.wait_ready()
+
+        def break_down(*args: object, **kwargs: object) -> None:
+            raise OverflowError("cannot be sent")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(type(server.service.fleet), "submit", break_down)
+            assert server.complete().status_code == 500
+        assert not server.service._generations
 
 
 def test_late_unknown_and_malformed_messages_are_counted_and_dropped(nodes: Any, serve: Serve) -> None:
