@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 ARGS ?=
 
-.PHONY: run test check format model clean
+.PHONY: run test check format model soak clean
 
 run: $(VENV)/.runtime
 	$(BIN)/pdserve up $(ARGS)
@@ -22,6 +22,10 @@ check: $(VENV)/.dev
 format: $(VENV)/.dev
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+
+# 1,000 requests with clients that leave and prefill nodes that are killed; the tests run a tenth of it.
+soak: $(VENV)/.dev
+	SOAK_REQUESTS=1000 $(BIN)/pytest tests/soak -s
 
 model: $(VENV)/.runtime
 	$(BIN)/pdserve model fetch smollm2-135m

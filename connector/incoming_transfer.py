@@ -25,9 +25,13 @@ class IncomingTransfer:
     layer_complete_at: list[float | None] = field(init=False)
     num_bytes: int = 0
     num_units: int = 0
+    num_hidden_bytes: int | None = None
+    """Bytes that had arrived when the prefill's last layer was computed: their way cost nobody time. Known with the end
+    of the transfer, and meaningful where both ends share one clock, on one host."""
     last_progress: float = 0.0
     first_token: FirstToken | None = None
     done: PrefillDone | None = None
+    _arrivals: list[tuple[float, int]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.arrived = [[] for _ in range(self.num_layers)]
@@ -38,6 +42,19 @@ class IncomingTransfer:
     def fits(self, layer: int, start: int, end: int) -> bool:
         """Whether a unit lies within what was granted."""
         return layer < self.num_layers and self.start <= start < end <= self.end
+
+    def count(self, num_bytes: int, now: float) -> None:
+        """A unit of that size has arrived."""
+        self.num_units += 1
+        self.num_bytes += num_bytes
+        self._arrivals.append((now, num_bytes))
+
+    def take_end(self, done: PrefillDone, now: float) -> None:
+        """The sender's last word."""
+        self.done = done
+        self.last_progress = now
+        self.num_hidden_bytes = sum(num_bytes for at, num_bytes in self._arrivals if at <= done.computed_at)
+        self._arrivals.clear()
 
     def add(self, layer: int, start: int, end: int, now: float) -> None:
         """The positions `[start, end)` of `layer` are in their blocks."""

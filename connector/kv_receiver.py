@@ -72,6 +72,8 @@ class ReceiverCounters:
 
     num_bytes: int = 0
     num_units: int = 0
+    num_hidden_bytes: int = 0
+    """Of these, what had arrived before the prefill's last layer was computed; on one host only."""
     num_late_units: int = 0
     num_digest_mismatches: int = 0
     num_transfers_received: int = 0
@@ -304,8 +306,7 @@ class KVReceiver:
             data = torch.frombuffer(payload[0], dtype=torch.uint8)
             scatter_unit(self._kv_caches[unit.layer], transfer.block_ids, unit.start, unit.end, data)
         transfer.add(unit.layer, unit.start, unit.end, self._clock())
-        transfer.num_units += 1
-        transfer.num_bytes += unit.num_bytes
+        transfer.count(unit.num_bytes, self._clock())
         self.counters.num_units += 1
         self.counters.num_bytes += unit.num_bytes
         self._changed.notify_all()
@@ -353,8 +354,8 @@ class KVReceiver:
             if opened is None:
                 self.counters.num_late_units += 1
                 return
-            opened.transfer.done = done
-            opened.transfer.last_progress = self._clock()
+            opened.transfer.take_end(done, self._clock())
+            self.counters.num_hidden_bytes += opened.transfer.num_hidden_bytes or 0
             self._finish_if_complete(opened)
             if done.transfer_id in self._open and not opened.is_cancelled:
                 reason = f"prefill node {peer.name} ended the transfer before it was complete"

@@ -68,6 +68,7 @@ def _timeline(transfer: IncomingTransfer) -> Mapping[str, object]:
         "end": transfer.end,
         "num_bytes": transfer.num_bytes,
         "num_units": transfer.num_units,
+        "num_hidden_bytes": transfer.num_hidden_bytes,
         "granted_at": transfer.granted_at,
         "layer_first_unit_at": transfer.layer_first_unit_at,
         "layer_complete_at": transfer.layer_complete_at,

@@ -57,6 +57,7 @@ LEASE_COUNTERS: Table = {
 RECEIVER_COUNTERS: Table = {
     "num_bytes": ("pdserve_kv_bytes_received", "KV bytes received"),
     "num_units": ("pdserve_kv_units_received", "KV units received"),
+    "num_hidden_bytes": ("pdserve_kv_bytes_hidden", "KV bytes received before the prefill was over; on one host"),
     "num_late_units": ("pdserve_kv_late_units", "Units and words about unknown or ended transfers"),
     "num_digest_mismatches": ("pdserve_kv_digest_mismatches", "Units whose digest was wrong"),
     "num_transfers_received": ("pdserve_kv_transfers_received", "Loads completed"),

@@ -1,0 +1,139 @@
+"""Node processes, clients and clocks for the benchmarks. Everything here compares two ways within one run."""
+
+import itertools
+import json
+import random
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from connector.server_messages import TokenOutput
+from engine.sampling_params import SamplingParams
+from tests.faults.processes import ANYWHERE, START_TIMEOUT, NodeProcess
+from tests.relay import Relay, running_relay
+from tests.ring import Answer, Client, wait_until
+
+SHAPE = (
+    "--dtype",
+    "bfloat16",
+    "--block-size",
+    "16",
+    "--num-blocks",
+    "600",
+    "--num-threads",
+    "1",
+    "--debug-state",
+    "--log-level",
+    "warning",
+)
+
+
+class TimedClient(Client):
+    """Notes when each output arrived, on this process's monotonic clock."""
+
+    def __init__(self, address: str) -> None:
+        self.times: dict[str, list[float]] = {}
+        self.started: dict[str, float] = {}
+        super().__init__(address)
+
+    def start(self, prompt: Sequence[int], sampling: SamplingParams, **fields: Any) -> tuple[str, Answer]:
+        began = time.monotonic()
+        request_id, answer = super().start(prompt, sampling, **fields)
+        self.started[request_id] = began
+        return request_id, answer
+
+    def wait_for_tokens(self, request_ids: Sequence[str], count: int) -> float:
+        """When each of them has at least `count` tokens."""
+        wait_until(lambda: all(len(self.times.get(name, ())) >= count for name in request_ids), "tokens", 60)
+        return time.monotonic()
+
+    def gaps(self, request_id: str, began: float, ended: float) -> list[float]:
+        """Between consecutive tokens of one stream, within a stretch of time."""
+        times = [at for at in self.times[request_id] if began <= at <= ended]
+        return [later - earlier for earlier, later in itertools.pairwise(times)]
+
+    def _take(self, output: TokenOutput) -> None:
+        if output.tokens:
+            self.times.setdefault(output.request_id, []).extend([time.monotonic()] * len(output.tokens))
+        super()._take(output)
+
+
+@dataclass
+class Pair:
+    """A prefill node, a decode node, and the relay that all KV between them goes through."""
+
+    prefill: NodeProcess
+    decode: NodeProcess
+    relay: Relay
+    client: TimedClient
+    prefill_client: TimedClient
+
+    def last_transfer(self) -> dict[str, Any]:
+        transfers: list[dict[str, Any]] = self.decode.get("/debug/state")["transfers"]["recent"]
+        return transfers[-1]
+
+
+@contextmanager
+def running_pair(model: str, *decode_flags: str, cpus: Sequence[int] = (0, 1)) -> Iterator[Pair]:
+    """One core each. KV as messages, so that the relay sees it; no prefix cache, so that every prompt travels whole."""
+    common = ("--model", model, "--transport", "zmq", "--no-enable-prefix-caching", *SHAPE)
+    with ExitStack() as stack:
+        relay = stack.enter_context(running_relay())
+        places = [word for pair in ANYWHERE.items() for word in pair]
+        prefill = _start(stack, "prefill", [*common, *places, "--cpus", str(cpus[0])])
+        relay.target = prefill.where["kv_address"]
+        at = ["--listen", "tcp://127.0.0.1:0", "--admin-port", "0", "--prefill", relay.address, "--cpus", str(cpus[1])]
+        decode = _start(stack, "decode", [*common, *at, *decode_flags])
+        clients = [TimedClient(node.where["address"]) for node in (decode, prefill)]
+        for client in clients:
+            stack.callback(client.close)
+        wait_until(lambda: decode.counter("pdserve_kv_prefill_peers_ready") == 1, "the handshake", START_TIMEOUT)
+        yield Pair(prefill, decode, relay, *clients)
+
+
+def _start(stack: ExitStack, role: str, flags: list[str]) -> NodeProcess:
+    node = NodeProcess(role, flags)
+    stack.callback(node.close)
+    node.start()
+    return node
+
+
+def make_prompt(length: int, seed: int) -> list[int]:
+    return random.Random(seed).choices(range(1000, 40_000), k=length)
+
+
+@dataclass
+class Table:
+    """Samples of two ways, and what is said about them in the end."""
+
+    title: str
+    samples: dict[str, dict[str, list[float]]] = field(default_factory=dict)
+
+    def add(self, way: str, **values: float) -> None:
+        for name, value in values.items():
+            self.samples.setdefault(name, {}).setdefault(way, []).append(value)
+
+    def medians(self) -> dict[str, dict[str, float]]:
+        return {
+            name: {way: statistics.median(values) for way, values in ways.items()}
+            for name, ways in self.samples.items()
+        }
+
+    def print(self) -> None:
+        print(self.title)
+        for name, ways in self.medians().items():
+            spread = ", ".join(
+                f"{way} {median:.4g} ({min(self.samples[name][way]):.4g} to {max(self.samples[name][way]):.4g})"
+                for way, median in ways.items()
+            )
+            first, *others = ways.values()
+            ratio = f"   ratio {first / others[0]:.3f}" if others and others[0] else ""
+            print(f"  {name}: {spread}{ratio}")
+
+    def write(self, path: Path | None) -> None:
+        if path is not None:
+            path.write_text(json.dumps({"title": self.title, "samples": self.samples, "medians": self.medians()}))
