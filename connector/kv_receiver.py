@@ -20,7 +20,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 
 import torch
 import xxhash
@@ -30,6 +29,7 @@ from connector import failpoints
 from connector.incoming_transfer import IncomingTransfer
 from connector.kv_unit import scatter_unit, unit_num_bytes
 from connector.link import Links
+from connector.loads import FinishedLoads, LoadOrder, OpenLoad, ReceiverCounters, result_of
 from connector.p2p_scheduler import PullKV
 from connector.peer_messages import (
     CancelTransfer,
@@ -47,86 +47,21 @@ from connector.peer_messages import (
     Unit,
 )
 from connector.prefill_peer import PeerState, PrefillPeer
-from connector.shared_kv import PeerProcess
+from connector.quarantine import Quarantine
+from connector.quarantine import is_fenced as peer_is_fenced
 from connector.transfer_settings import TransferSettings
-from engine.batch import LoadFailure, LoadResult
+from engine.batch import LoadFailure
 from engine.errors import ErrorKind
 
 logger = logging.getLogger(__name__)
 
 NUM_RECENT_TRANSFERS = 32
-DEATH_SECONDS = 0.1
-"""A killed process closes its connections moments before it has ended."""
-
 _FAILPOINTS: dict[type[FromPrefill], str] = {
     Unit: "decode.on_unit",
     FirstToken: "decode.on_first_token",
     PrefillDone: "decode.on_done",
     TransferClosed: "decode.on_closed",
 }
-
-
-@dataclass(slots=True)
-class ReceiverCounters:
-    """Only ever grow."""
-
-    num_bytes: int = 0
-    num_units: int = 0
-    num_hidden_bytes: int = 0
-    """Of these, what had arrived before the prefill's last layer was computed; on one host only."""
-    num_late_units: int = 0
-    num_digest_mismatches: int = 0
-    num_transfers_received: int = 0
-    num_transfers_failed: int = 0
-    num_next_candidates: int = 0
-    """Transfers that were granted again, to another prefill node."""
-    num_barrier_waits: int = 0
-    """Layers at whose barrier a step had to wait."""
-    barrier_seconds: float = 0.0
-    longest_barrier_seconds: float = 0.0
-
-
-@dataclass(slots=True)
-class FinishedLoads:
-    """What `take_finished` hands out; each request id once."""
-
-    early: dict[str, LoadResult] = field(default_factory=dict)
-    received: dict[str, LoadResult] = field(default_factory=dict)
-    failed: dict[str, LoadFailure] = field(default_factory=dict)
-    closed: set[str] = field(default_factory=set)
-    """Cancelled or quarantined before; nothing reaches their blocks any more."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoadOrder:
-    """What to load: the grant, and the names of the nodes that may take it, best first; empty for any."""
-
-    request_id: str
-    grant: Prefill | Pull
-    candidates: tuple[str, ...] = ()
-    epoch: str | None = None
-    """The one in which the candidate must be; None for any."""
-    may_run_early: bool = True
-
-
-@dataclass(slots=True)
-class _Open:
-    order: LoadOrder
-    transfer: IncomingTransfer
-    peer: PrefillPeer
-    epoch: str
-    tried: frozenset[str]
-    is_cancelled: bool = False
-    is_early: bool = False
-
-
-@dataclass(slots=True)
-class _Quarantined:
-    transfer_id: str
-    request_id: str
-    peer: PrefillPeer
-    epoch: str
-    process: PeerProcess | None
 
 
 class KVReceiver:
@@ -149,11 +84,11 @@ class KVReceiver:
         self._notify = notify
         self._clock = clock
         self._kv_caches: Sequence[torch.Tensor] = ()
-        self._open: dict[str, _Open] = {}
+        self._open: dict[str, OpenLoad] = {}
         self._by_request: dict[str, str] = {}
         self._awaited: dict[str, str] = {}
         """Leases that waiting requests will pull -> name of the holder."""
-        self._quarantine: dict[str, _Quarantined] = {}
+        self._quarantine = Quarantine()
         self._finished = FinishedLoads()
         self._changed = threading.Condition()
         self._num_minted = 0
@@ -295,7 +230,7 @@ class KVReceiver:
         if payload and not (failpoints.armed and failpoints.hit("decode.before_ack")):
             peer.send(Credit(num_bytes=unit.num_bytes))
 
-    def _take_in(self, opened: _Open, unit: Unit, payload: Sequence[memoryview]) -> None:
+    def _take_in(self, opened: OpenLoad, unit: Unit, payload: Sequence[memoryview]) -> None:
         transfer = opened.transfer
         problem = self._check(transfer, unit, payload)
         if problem is not None:
@@ -334,7 +269,7 @@ class KVReceiver:
             opened.transfer.last_progress = self._clock()
             self._admit_early(opened)
 
-    def _admit_early(self, opened: _Open) -> None:
+    def _admit_early(self, opened: OpenLoad) -> None:
         """If it may run: the first token is known, and what is missing will not hold up the step."""
         transfer = opened.transfer
         is_wanted = self._settings.early_admission and opened.order.may_run_early and not opened.is_early
@@ -345,7 +280,7 @@ class KVReceiver:
         stall = transfer.expected_stall(self._clock(), self.layer_seconds)
         if stall is not None and stall <= self._settings.max_barrier_stall:
             opened.is_early = True
-            self._finished.early[transfer.request_id] = _result_of(transfer)
+            self._finished.early[transfer.request_id] = result_of(transfer)
             self._report()
 
     def _on_done(self, peer: PrefillPeer, done: PrefillDone) -> None:
@@ -363,14 +298,14 @@ class KVReceiver:
             elif opened.is_cancelled:
                 self._on_closed(peer, done.transfer_id)
 
-    def _finish_if_complete(self, opened: _Open) -> None:
+    def _finish_if_complete(self, opened: OpenLoad) -> None:
         transfer = opened.transfer
         if opened.is_cancelled or not transfer.is_complete:
             return
         self._remove(opened)
         self.recent.append(transfer)
         self.counters.num_transfers_received += 1
-        self._finished.received[transfer.request_id] = _result_of(transfer)
+        self._finished.received[transfer.request_id] = result_of(transfer)
         self._report()
 
     def _on_failed(self, peer: PrefillPeer, failed: TransferFailed) -> None:
@@ -383,9 +318,7 @@ class KVReceiver:
     def _on_closed(self, peer: PrefillPeer, transfer_id: str) -> None:
         """The acknowledgement: the writer will not touch the blocks again."""
         with self._changed:
-            quarantined = self._quarantine.get(transfer_id)
-            if quarantined is not None and quarantined.peer is peer and quarantined.epoch == peer.epoch:
-                self._release(quarantined)
+            self._close(self._quarantine.acknowledged(peer, transfer_id))
             opened = self._open.get(transfer_id)
             if opened is None or opened.peer is not peer:
                 return
@@ -429,12 +362,12 @@ class KVReceiver:
             num_layers=len(self._kv_caches),
             granted_at=self._clock(),
         )
-        self._open[grant.transfer_id] = _Open(order, transfer, peer, peer.epoch, tried | {peer.name})
+        self._open[grant.transfer_id] = OpenLoad(order, transfer, peer, peer.epoch, tried | {peer.name})
         self._by_request[order.request_id] = grant.transfer_id
         if not (failpoints.armed and failpoints.hit("decode.before_grant")):
             peer.send(grant)
 
-    def _grant_again(self, opened: _Open, num_valid_tokens: int) -> bool:
+    def _grant_again(self, opened: OpenLoad, num_valid_tokens: int) -> bool:
         """Has the next candidate supply what is missing. False if there is none."""
         peer = self._pick(opened.order.candidates, opened.tried)
         if peer is None or isinstance(opened.order.grant, Pull):
@@ -445,7 +378,7 @@ class KVReceiver:
         self._grant(opened.order, grant, peer, opened.tried)
         return True
 
-    def _find(self, peer: PrefillPeer, transfer_id: str, epoch: str) -> _Open | None:
+    def _find(self, peer: PrefillPeer, transfer_id: str, epoch: str) -> OpenLoad | None:
         opened = self._open.get(transfer_id)
         if opened is None or opened.peer is not peer or opened.epoch != epoch:
             return None
@@ -462,7 +395,7 @@ class KVReceiver:
                 reason = f"no progress from prefill node {opened.peer.name} for {now - progress:.1f} s"
                 self._fail(opened, ErrorKind.DEADLINE_EXCEEDED, reason)
 
-    def _fail(self, opened: _Open, kind: ErrorKind, reason: str, *, is_fenced: bool | None = None) -> None:
+    def _fail(self, opened: OpenLoad, kind: ErrorKind, reason: str, *, is_fenced: bool | None = None) -> None:
         """`is_fenced` where the writer itself said that it is done; None to find out."""
         transfer = opened.transfer
         logger.warning("KV load of request %s failed: %s", transfer.request_id, reason)
@@ -471,18 +404,16 @@ class KVReceiver:
         self.counters.num_transfers_failed += 1
         opened.peer.send(CancelTransfer(transfer_id=transfer.transfer_id))
         if is_fenced is None:
-            is_fenced = _is_fenced(opened.peer)
+            is_fenced = peer_is_fenced(opened.peer)
         if not is_fenced:
-            self._quarantine[transfer.transfer_id] = _Quarantined(
-                transfer.transfer_id, transfer.request_id, opened.peer, opened.epoch, opened.peer.process
-            )
+            self._quarantine.add(opened)
         if opened.is_cancelled:
             self._finished.closed |= {transfer.request_id} if is_fenced else set()
         else:
             self._move_on(opened, kind, reason, is_fenced=is_fenced)
         self._report()
 
-    def _move_on(self, opened: _Open, kind: ErrorKind, reason: str, *, is_fenced: bool) -> None:
+    def _move_on(self, opened: OpenLoad, kind: ErrorKind, reason: str, *, is_fenced: bool) -> None:
         """To the next candidate if that can help and is safe, else to the scheduler."""
         num_valid = opened.transfer.num_valid_tokens
         is_worth_it = is_fenced and kind is not ErrorKind.INVALID_REQUEST and not opened.is_early
@@ -491,22 +422,18 @@ class KVReceiver:
                 kind=kind, reason=reason, num_valid_tokens=num_valid, is_fenced=is_fenced
             )
 
-    def _remove(self, opened: _Open) -> None:
+    def _remove(self, opened: OpenLoad) -> None:
         self._open.pop(opened.transfer.transfer_id)
         self._by_request.pop(opened.transfer.request_id)
 
     def _empty_quarantine(self) -> None:
-        """Releases what a dead process held, and asks the living ones again: the first cancel may have been lost."""
-        for quarantined in list(self._quarantine.values()):
-            if quarantined.process is not None and quarantined.process.has_ended():
-                self._release(quarantined)
-            elif quarantined.peer.state is PeerState.READY:
-                quarantined.peer.send(CancelTransfer(transfer_id=quarantined.transfer_id))
+        for request_id in self._quarantine.sweep():
+            self._close(request_id)
 
-    def _release(self, quarantined: _Quarantined) -> None:
-        del self._quarantine[quarantined.transfer_id]
-        self._finished.closed.add(quarantined.request_id)
-        self._report()
+    def _close(self, request_id: str | None) -> None:
+        if request_id is not None:
+            self._finished.closed.add(request_id)
+            self._report()
 
     def _count_barrier(self, seconds: float) -> None:
         self.counters.num_barrier_waits += 1
@@ -516,18 +443,3 @@ class KVReceiver:
     def _report(self) -> None:
         self._changed.notify_all()
         self._notify()
-
-
-def _result_of(transfer: IncomingTransfer) -> LoadResult:
-    first = transfer.first_token
-    if first is None:
-        return LoadResult()
-    return LoadResult(first_token=first.token, num_remote_cached_tokens=first.num_cached_tokens)
-
-
-def _is_fenced(peer: PrefillPeer) -> bool:
-    """Whether nothing of the peer can reach our memory any more. Messages can be dropped at the door; a writer into
-    shared memory must be dead. One that was just killed is, within moments."""
-    if peer.transport == "zmq":
-        return True
-    return peer.process is not None and peer.process.has_ended(within=DEATH_SECONDS)

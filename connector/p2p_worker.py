@@ -9,10 +9,11 @@ import torch
 from connector.codec import PROTOCOL_VERSION
 from connector.held_params import held_params
 from connector.identity import NodeIdentity
-from connector.kv_receiver import KVReceiver, LoadOrder
+from connector.kv_receiver import KVReceiver
 from connector.kv_sender import GrantTaker, KVSender
 from connector.leases import LeaseTable, prompt_digest
 from connector.link import Links
+from connector.loads import LoadOrder
 from connector.p2p_scheduler import Load, P2PMetadata, PullKV
 from connector.peer_messages import PeerHello, Prefill, Pull
 from connector.shared_kv import SharedKVMemory

@@ -9,9 +9,10 @@ import torch
 
 from connector.codec import PROTOCOL_VERSION, encode
 from connector.identity import ModelIdentity, NodeIdentity
-from connector.kv_receiver import FinishedLoads, KVReceiver, LoadOrder
+from connector.kv_receiver import KVReceiver
 from connector.kv_sender import KVSender
 from connector.leases import Lease, LeaseTable, prompt_digest
+from connector.loads import FinishedLoads, LoadOrder
 from connector.memory_link import MemoryLinks, MemoryNetwork
 from connector.p2p_scheduler import PullKV
 from connector.peer_messages import (

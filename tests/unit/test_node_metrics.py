@@ -4,8 +4,8 @@ import pytest
 
 from connector import node_metrics as nm
 from connector.decode_peer import SenderCounters
-from connector.kv_receiver import ReceiverCounters
 from connector.leases import LeaseCounters
+from connector.loads import ReceiverCounters
 from connector.p2p_scheduler import LocalPrefills
 from engine.outputs import SchedulerCounters
 
