@@ -166,7 +166,7 @@ class KVSender:
             message = decode_from_decode_node.decode(frames[0] if frames else b"")
         except MalformedMessage as error:
             self.num_malformed += 1
-            logger.warning("dropped a message on the KV link: %s", error)
+            logger.warning("dropped a message on the KV link: %s", str(error))
             return
         if isinstance(message, PeerHello):
             if self._kv_caches:

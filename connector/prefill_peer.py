@@ -90,7 +90,7 @@ class PrefillPeer:
             message = decode_from_prefill_node.decode(frames[0])
         except MalformedMessage as error:
             self.num_malformed += 1
-            logger.warning("dropped a message from prefill node %s: %s", self.name, error)
+            logger.warning("dropped a message from prefill node %s: %s", self.name, str(error))
             return
         self._last_heard = self._clock()
         match message:

@@ -139,7 +139,7 @@ class ServerLink:
             message = decode_from_server.decode(frames[0] if frames else b"")
         except MalformedMessage as error:
             self.num_malformed += 1
-            logger.warning("dropped a message on the server link: %s", error)
+            logger.warning("dropped a message on the server link: %s", str(error))
             return
         server = self._servers.setdefault(peer, _Server(time.monotonic()))
         server.last_heard = time.monotonic()

@@ -101,7 +101,9 @@ def test_sigterm_during_a_throttled_transfer(tiny_llama: Path, oracle: Oracle):
         assert_right(other, oracle, refused)
         assert ring.prefill.ended() == 0
         assert ring.decode.counter("pdserve_kv_transfers_received_total") == 1
-        assert ring.decode.counter("pdserve_kv_loads_recomputed_total") == 1
+        # Refused by the draining node, or by then known to be gone: computed here either way, and counted.
+        counted = ("kv_loads_recomputed", "local_prefills_without_node")
+        assert sum(ring.decode.counter(f"pdserve_{name}_total") for name in counted) == 1
 
 
 def test_sigterm_on_a_decode_node_ends_streams_first(tiny_llama: Path, oracle: Oracle):
