@@ -200,8 +200,11 @@ class KVReceiver:
 
     def peer_lost(self, peer: PrefillPeer, kind: ErrorKind, reason: str) -> None:
         with self._changed:
-            for opened in [o for o in self._open.values() if o.peer is peer]:
-                self._fail(opened, kind, f"prefill node {peer.name}: {reason}")
+            lost = [opened for opened in self._open.values() if opened.peer is peer]
+            # Asked once for all: it may take a moment.
+            is_fenced = bool(lost) and peer_is_fenced(peer)
+            for opened in lost:
+                self._fail(opened, kind, f"prefill node {peer.name}: {reason}", is_fenced=is_fenced)
 
     def peer_message(self, peer: PrefillPeer, message: FromPrefill, frames: Sequence[memoryview]) -> None:
         if failpoints.armed and failpoints.hit(_FAILPOINTS.get(type(message), "")):
