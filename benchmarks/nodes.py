@@ -2,10 +2,11 @@
 
 import itertools
 import json
+import os
 import random
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,19 +18,10 @@ from tests.faults.processes import ANYWHERE, START_TIMEOUT, NodeProcess
 from tests.relay import Relay, running_relay
 from tests.ring import Answer, Client, wait_until
 
-SHAPE = (
-    "--dtype",
-    "bfloat16",
-    "--block-size",
-    "16",
-    "--num-blocks",
-    "600",
-    "--num-threads",
-    "1",
-    "--debug-state",
-    "--log-level",
-    "warning",
-)
+SHAPE = ("--dtype", "bfloat16", "--block-size", "16", "--num-blocks", "600", "--num-threads", "1")
+SHAPE += ("--debug-state", "--log-level", "warning")
+FEW_TOKENS = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
+"""More than two: a request that ends at its second token may end before its transfer was reported."""
 
 
 class TimedClient(Client):
@@ -76,23 +68,48 @@ class Pair:
         transfers: list[dict[str, Any]] = self.decode.get("/debug/state")["transfers"]["recent"]
         return transfers[-1]
 
+    def is_joined(self) -> bool:
+        return self.decode.counter("pdserve_kv_prefill_peers_ready") == 1
+
+    def throttle(self, num_tokens: int, seed: int) -> float:
+        """Sets the link so that the KV of a prompt takes as long as its prefill takes now; those seconds."""
+        self.relay.bytes_per_second = None
+        self.client.generate(make_prompt(num_tokens, seed), FEW_TOKENS)
+        transfer = self.last_transfer()
+        seconds: float = transfer["computed_at"] - transfer["granted_at"]
+        self.relay.bytes_per_second = transfer["num_bytes"] / seconds
+        return seconds
+
 
 @contextmanager
-def running_pair(model: str, *decode_flags: str, cpus: Sequence[int] = (0, 1)) -> Iterator[Pair]:
-    """One core each. KV as messages, so that the relay sees it; no prefix cache, so that every prompt travels whole."""
+def running_pairs(model: str, ways: Mapping[str, Sequence[str]]) -> Iterator[dict[str, Pair]]:
+    """One prefill node, and for each way a decode node with those flags, behind a relay of its own.
+
+    The decode nodes share a core, as only one of them works at a time; prefill has another, where there is one. KV goes
+    as messages, so that the relay sees it; no prefix cache, so that every prompt travels whole.
+    """
     common = ("--model", model, "--transport", "zmq", "--no-enable-prefix-caching", *SHAPE)
+    cpus = sorted(os.sched_getaffinity(0))
     with ExitStack() as stack:
-        relay = stack.enter_context(running_relay())
         places = [word for pair in ANYWHERE.items() for word in pair]
         prefill = _start(stack, "prefill", [*common, *places, "--cpus", str(cpus[0])])
-        relay.target = prefill.where["kv_address"]
-        at = ["--listen", "tcp://127.0.0.1:0", "--admin-port", "0", "--prefill", relay.address, "--cpus", str(cpus[1])]
-        decode = _start(stack, "decode", [*common, *at, *decode_flags])
-        clients = [TimedClient(node.where["address"]) for node in (decode, prefill)]
-        for client in clients:
-            stack.callback(client.close)
-        wait_until(lambda: decode.counter("pdserve_kv_prefill_peers_ready") == 1, "the handshake", START_TIMEOUT)
-        yield Pair(prefill, decode, relay, *clients)
+        prefill_client = _client(stack, prefill)
+        pairs = {}
+        for way, flags in ways.items():
+            relay = stack.enter_context(running_relay())
+            relay.target = prefill.where["kv_address"]
+            at = ["--listen", "tcp://127.0.0.1:0", "--admin-port", "0", "--prefill", relay.address]
+            decode = _start(stack, "decode", [*common, *at, "--cpus", str(cpus[-1]), *flags])
+            pairs[way] = Pair(prefill, decode, relay, _client(stack, decode), prefill_client)
+        for pair in pairs.values():
+            wait_until(pair.is_joined, "the handshake", START_TIMEOUT)
+        yield pairs
+
+
+def _client(stack: ExitStack, node: NodeProcess) -> TimedClient:
+    client = TimedClient(node.where["address"])
+    stack.callback(client.close)
+    return client
 
 
 def _start(stack: ExitStack, role: str, flags: list[str]) -> NodeProcess:

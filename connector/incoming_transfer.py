@@ -30,6 +30,7 @@ class IncomingTransfer:
     of the transfer, and meaningful where both ends share one clock, on one host."""
     last_progress: float = 0.0
     first_token: FirstToken | None = None
+    first_token_at: float | None = None
     done: PrefillDone | None = None
     _arrivals: list[tuple[float, int]] = field(default_factory=list)
 

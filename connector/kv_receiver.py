@@ -171,6 +171,9 @@ class KVReceiver:
 
     def take_finished(self) -> FinishedLoads:
         with self._changed:
+            # Between two arrivals, too: the later the next step begins, the less it would wait.
+            for opened in self._open.values():
+                self._admit_early(opened)
             finished, self._finished = self._finished, FinishedLoads()
             return finished
 
@@ -269,7 +272,7 @@ class KVReceiver:
                 self.counters.num_late_units += 1
                 return
             opened.transfer.first_token = message
-            opened.transfer.last_progress = self._clock()
+            opened.transfer.last_progress = opened.transfer.first_token_at = self._clock()
             self._admit_early(opened)
 
     def _admit_early(self, opened: OpenLoad) -> None:

@@ -72,6 +72,7 @@ def _timeline(transfer: IncomingTransfer) -> Mapping[str, object]:
         "granted_at": transfer.granted_at,
         "layer_first_unit_at": transfer.layer_first_unit_at,
         "layer_complete_at": transfer.layer_complete_at,
+        "first_token_at": transfer.first_token_at,
         "computed_at": transfer.done.computed_at if transfer.done is not None else None,
     }
 

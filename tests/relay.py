@@ -2,10 +2,13 @@
 
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 CHUNK = 1 << 14
+BURST_SECONDS = 0.01
+"""How much of a late wake-up is made up for, so that the rate is kept on average."""
 
 
 class Relay:
@@ -26,6 +29,7 @@ class Relay:
         self._sockets: list[socket.socket] = []
         self._threads: list[threading.Thread] = []
         self._closed = threading.Event()
+        self._due = 0.0
         self._start(self._accept)
 
     def cut(self) -> None:
@@ -78,7 +82,9 @@ class Relay:
     def _slowed(self, data: bytes) -> bytes:
         """What of `data` may go on, when it may."""
         if self.bytes_per_second is not None:
-            self._closed.wait(len(data) / self.bytes_per_second)
+            now = time.monotonic()
+            self._due = max(self._due, now - BURST_SECONDS) + len(data) / self.bytes_per_second
+            self._closed.wait(self._due - now)
         if self.cut_after is not None and self.num_bytes_back + len(data) >= self.cut_after:
             data = data[: max(0, self.cut_after - self.num_bytes_back)]
             self.cut_after = None
