@@ -265,14 +265,24 @@ class KVReceiver:
             return "the digest does not match"
         return None
 
+    def peer_first_token(self, peer: PrefillPeer, message: FirstToken) -> None:
+        with self._changed:
+            if (opened := self._find(peer, message.transfer_id, message.epoch)) is not None:
+                self._take_first_token(opened, message)
+
     def _on_first_token(self, peer: PrefillPeer, message: FirstToken) -> None:
         with self._changed:
             opened = self._find(peer, message.transfer_id, message.epoch)
             if opened is None:
                 self.counters.num_late_units += 1
-                return
-            opened.transfer.first_token = message
-            opened.transfer.last_progress = opened.transfer.first_token_at = self._clock()
+            else:
+                self._take_first_token(opened, message)
+
+    def _take_first_token(self, opened: OpenLoad, message: FirstToken) -> None:
+        transfer = opened.transfer
+        transfer.last_progress = self._clock()
+        if transfer.first_token is None:
+            transfer.first_token, transfer.first_token_at = message, self._clock()
             self._admit_early(opened)
 
     def _admit_early(self, opened: OpenLoad) -> None:

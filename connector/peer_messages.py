@@ -3,6 +3,7 @@
   decode node                                    prefill node
     | PeerHello ---------------------------------> |   identity, KV memory on offer, credit
     | <-------------- PeerWelcome or PeerRefused   |   epoch, chosen transport
+    | ExpressHello ------------------------------> |   over a second connection, for copies of first tokens
     | PeerPing  ---------------------------------> |   every heartbeat interval
     | <--------------------------------- PeerPong  |   with the engine's step count: a queue that moves is progress
     |                                              |
@@ -10,7 +11,7 @@
     | <==== Unit (layer 0, [start, a)) + payload   |   one per layer and chunk, any order, idempotent
     | <==== Unit ...                               |
     | Credit ------------------------------------->|   bytes taken in: the window moves on
-    | <-------------------------------- FirstToken |   as soon as it is sampled, ahead of units that still wait
+    | <-------------------------------- FirstToken |   as soon as it is sampled; a copy by express, ahead of KV
     | <==== Unit ...                               |
     | <------------------------------- PrefillDone |   nothing of this transfer follows
     |                                              |
@@ -75,6 +76,13 @@ class PeerWelcome(_Message, frozen=True, tag=True, kw_only=True):
 
 class PeerRefused(_Message, frozen=True, tag=True, kw_only=True):
     reason: Text
+
+
+class ExpressHello(_Message, frozen=True, tag=True, kw_only=True):
+    """Over the second connection: it belongs to the decode node that was welcomed in this epoch. On the first one a
+    first token would stand in line behind all the KV that is under way."""
+
+    epoch: Name
 
 
 class PeerPing(_Message, frozen=True, tag=True, kw_only=True):
@@ -175,7 +183,7 @@ class TransferFailed(_Message, frozen=True, tag=True, kw_only=True):
     reason: Text
 
 
-FromDecode = PeerHello | PeerPing | Prefill | Pull | ReleaseLease | CancelTransfer | Credit
+FromDecode = PeerHello | ExpressHello | PeerPing | Prefill | Pull | ReleaseLease | CancelTransfer | Credit
 FromPrefill = PeerWelcome | PeerRefused | PeerPong | Unit | FirstToken | PrefillDone | TransferClosed | TransferFailed
 
 decode_from_decode_node: Decoder[FromDecode] = Decoder(FromDecode)
