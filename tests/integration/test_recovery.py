@@ -118,6 +118,14 @@ def test_early_requests_make_the_same_tokens(tmp_path: Path, seed: int):
         assert ring.decode.worker.receiver.counters.num_barrier_waits > 0
 
 
+def test_the_first_token_overtakes_kv_under_way(tiny_llama: Path):
+    """All of the KV fits the credit, so that it has left for the slow link when the token is sampled."""
+    with running_relay(bytes_per_second=5e5) as relay, running_ring(tiny_llama, relay=relay, transport="zmq") as ring:
+        ring.client.generate(make_prompt(200, seed=77), GREEDY)
+        (transfer,) = ring.decode.state()["transfers"]["recent"]
+        assert transfer["first_token_at"] < transfer["layer_complete_at"][-1]
+
+
 def test_a_conversation_computes_only_what_is_new(tiny_llama: Path, oracle: Oracle):
     """Three turns: counted on both nodes, what is computed in turns two and three is new, within a block."""
     sampling = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
