@@ -154,6 +154,11 @@ class KVSender:
     def peer_names(self) -> list[str]:
         return [peer.name for peer in list(self._peers.values())]
 
+    @property
+    def num_express(self) -> int:
+        """Peers whose second connection stands."""
+        return sum(peer.express is not None for peer in list(self._peers.values()))
+
     # The link's side
 
     def on_up(self, peer: bytes) -> None:
