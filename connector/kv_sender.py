@@ -36,6 +36,7 @@ from connector.peer_messages import (
     PeerWelcome,
     Prefill,
     PrefillDone,
+    PromptPiece,
     Pull,
     ReleaseLease,
     TransferFailed,
@@ -44,6 +45,7 @@ from connector.peer_messages import (
 from connector.shared_kv import PeerKVMemory
 from connector.transfer_settings import TransferSettings
 from engine.errors import ErrorKind, LinkError, MalformedMessage
+from engine.prompt_logprobs import PromptLogprobs
 from engine.request import SampledToken
 
 logger = logging.getLogger(__name__)
@@ -119,10 +121,18 @@ class KVSender:
                 transfer.computed_at = self._clock()
             peer.save(transfer, layer, span, block_ids)
 
-    def finish(self, request_id: str, first_token: SampledToken | None, num_cached_tokens: int) -> None:
+    def finish(
+        self,
+        request_id: str,
+        first_token: SampledToken | None,
+        num_cached_tokens: int,
+        prompt_logprobs: Sequence[PromptLogprobs] = (),
+    ) -> None:
         if (found := self._find(request_id)) is not None:
             peer, transfer = found
             epoch = self._identity.epoch
+            for piece in prompt_logprobs:
+                peer.say(PromptPiece(transfer_id=request_id, epoch=epoch, logprobs=piece))
             if not (failpoints.armed and failpoints.hit("prefill.before_first_token")):
                 peer.say(
                     FirstToken(

@@ -39,6 +39,8 @@ class SamplingParams:
     seed: int = 0
     logprobs: int | None = None
     """None: no logprobs. n: the sampled token's, and those of the n likeliest tokens."""
+    prompt_logprobs: int | None = None
+    """The same for each prompt token but the first, given those before it."""
 
     def __post_init__(self) -> None:
         _require(self.max_tokens >= 1, "max_tokens", "must be at least 1", self.max_tokens)
@@ -61,8 +63,9 @@ class SamplingParams:
             _require(-100 <= bias <= 100, "logit_bias", "values must be in [-100, 100]", bias)
         _require(all(t >= 0 for t in self.stop_token_ids), "stop_token_ids", "must be >= 0", self.stop_token_ids)
         _require(0 <= self.seed <= MAX_SEED, "seed", f"must be in [0, {MAX_SEED}]", self.seed)
-        if self.logprobs is not None:
-            _require(0 <= self.logprobs <= MAX_LOGPROBS, "logprobs", f"must be in [0, {MAX_LOGPROBS}]", self.logprobs)
+        for name in ("logprobs", "prompt_logprobs"):
+            value = getattr(self, name)
+            _require(value is None or 0 <= value <= MAX_LOGPROBS, name, f"must be in [0, {MAX_LOGPROBS}]", value)
 
     @property
     def needs_history(self) -> bool:

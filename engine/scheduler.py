@@ -273,6 +273,7 @@ class Scheduler:
         # What was computed on top of KV that is not confirmed is not to be trusted either.
         if request.request_id not in self._transfers or self._transfers.find_load(request.request_id) is None:
             self._blocks.publish(request, start // self._blocks.block_size)
+        request.take_prompt_logprobs(result.prompt_logprobs.get(request.request_id, ()))
         if scheduled.sampling is not None:
             self.append(request, result.sampled[request.request_id])
 

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from engine.batch import ScheduledRequest
+from engine.prompt_logprobs import WantedLogprobs
 from engine.request import Request
 
 
@@ -36,7 +37,13 @@ def _share_of(request: Request, num_tokens: int) -> ScheduledRequest:
         banned_token_ids=_banned(request) if output_position < request.sampling.min_tokens else (),
         prompt_token_ids=tuple(request.prompt_token_ids) if needs_history else (),
         output_token_ids=tuple(request.token_ids[request.num_prompt_tokens :]) if needs_history else (),
+        prompt_logprobs=_wanted_logprobs(request, start, end) if request.lacks_prompt_logprobs else None,
     )
+
+
+def _wanted_logprobs(request: Request, start: int, end: int) -> WantedLogprobs | None:
+    next_token_ids = request.prompt_token_ids[start + 1 : end + 1]
+    return WantedLogprobs(request.sampling.prompt_logprobs or 0, next_token_ids) if next_token_ids else None
 
 
 def _banned(request: Request) -> Sequence[int]:
