@@ -34,6 +34,10 @@ class SamplingParams:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logit_bias: dict[int, float] = field(default_factory=dict)
+    allowed_token_ids: tuple[int, ...] = ()
+    """Nothing else is sampled; empty allows all."""
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    """Token sequences that the output never holds: their last token is not sampled after the others."""
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     seed: int = 0
@@ -61,7 +65,9 @@ class SamplingParams:
         for token_id, bias in self.logit_bias.items():
             _require(token_id >= 0, "logit_bias", "token ids must be >= 0", token_id)
             _require(-100 <= bias <= 100, "logit_bias", "values must be in [-100, 100]", bias)
-        _require(all(t >= 0 for t in self.stop_token_ids), "stop_token_ids", "must be >= 0", self.stop_token_ids)
+        for name in ("stop_token_ids", "allowed_token_ids"):
+            _require(all(token_id >= 0 for token_id in getattr(self, name)), name, "must be >= 0", "less")
+        _require(all(self.bad_words), "bad_words", "must each hold at least one token", "none")
         _require(0 <= self.seed <= MAX_SEED, "seed", f"must be in [0, {MAX_SEED}]", self.seed)
         for name in ("logprobs", "prompt_logprobs"):
             value = getattr(self, name)
@@ -78,7 +84,7 @@ def check_vocab(sampling: SamplingParams, vocab_size: int) -> None:
 
     Apart from `SamplingParams`, which is made without knowing the model. Raises `RequestError` naming the field.
     """
-    for name in ("logit_bias", "stop_token_ids"):
+    for name in ("logit_bias", "stop_token_ids", "allowed_token_ids"):
         largest = max(getattr(sampling, name), default=0)
         _require(largest < vocab_size, name, f"token ids must be below the vocabulary's size {vocab_size}", largest)
 
