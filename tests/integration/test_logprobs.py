@@ -59,11 +59,12 @@ class Rig:
 
 
 def running_rig(directory: Path, **settings: Any) -> Iterator[Rig]:
+    oracle = Oracle(directory)
     with running_ring(directory, **settings) as ring:
         decode, prefill = (node.node.where["address"] for node in (ring.decode, ring.prefill))
         with running_server(directory, [decode], [prefill]) as server:
             server.wait_ready()
-            yield Rig(ring, server, Oracle(directory))
+            yield Rig(ring, server, oracle)
 
 
 @pytest.fixture(scope="module", params=[*MODELS, pytest.param("demo", marks=pytest.mark.demo_model)])
