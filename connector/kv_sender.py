@@ -132,7 +132,8 @@ class KVSender:
             peer, transfer = found
             epoch = self._identity.epoch
             for piece in prompt_logprobs:
-                peer.say(PromptPiece(transfer_id=request_id, epoch=epoch, logprobs=piece))
+                if not (failpoints.armed and failpoints.hit("prefill.before_prompt_piece")):
+                    peer.say(PromptPiece(transfer_id=request_id, epoch=epoch, logprobs=piece))
             if not (failpoints.armed and failpoints.hit("prefill.before_first_token")):
                 peer.say(
                     FirstToken(
