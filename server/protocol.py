@@ -282,7 +282,6 @@ _UNSUPPORTED: dict[str, Neutral] = {
         "tools",
         "use_beam_search",
         "vllm_xargs",
-        "web_search_options",
     )
 } | {
     "best_of": (None, 1),
@@ -292,6 +291,7 @@ _UNSUPPORTED: dict[str, Neutral] = {
     "reasoning_effort": (None, "none"),
     "tool_choice": (None, "none", "auto"),
     "verbosity": (None, "medium"),
+    "web_search_options": (None,),
 }
 _UNSUPPORTED_IN_MESSAGE: dict[str, Neutral] = {
     name: (None, [], {}) for name in ("audio", "function_call", "refusal", "tool_calls")
