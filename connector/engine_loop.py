@@ -70,6 +70,7 @@ class EngineLoop:
                 sampling=sampling,
                 eos_token_ids=frozenset(grant.eos_token_ids),
                 cache_salt=grant.cache_salt,
+                priority=grant.priority,
                 kv_transfer=ShipKV(grant.start, grant.end, grant.wants_first_token),
             )
         )

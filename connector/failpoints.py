@@ -41,6 +41,7 @@ POINTS: dict[str, bool] = {
     "prefill.on_cancel": True,
     "prefill.before_send": True,
     "prefill.after_send": False,
+    "prefill.before_prompt_piece": True,
     "prefill.before_first_token": True,
     "prefill.before_done": True,
     "prefill.before_closed": True,

@@ -9,6 +9,7 @@ Name = Annotated[str, Meta(min_length=1, max_length=256)]
 Text = Annotated[str, Meta(max_length=65536)]
 Count = Annotated[int, Meta(ge=0, le=2**53)]
 TokenId = Annotated[int, Meta(ge=0, lt=2**31)]
+Priority = Annotated[int, Meta(ge=-(2**31), lt=2**31)]
 
 KV_LAYOUT = "block,kv,slot,head,dim"
 """Order of a layer's KV tensor: `[num_blocks, 2, block_size, num_kv_heads, head_dim]`."""

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from connector.peer_messages import FirstToken, PrefillDone
+from engine.prompt_logprobs import PromptLogprobs, follows
 
 
 @dataclass(slots=True)
@@ -31,6 +32,7 @@ class IncomingTransfer:
     last_progress: float = 0.0
     first_token: FirstToken | None = None
     first_token_at: float | None = None
+    prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)
     done: PrefillDone | None = None
     _arrivals: list[tuple[float, int]] = field(default_factory=list)
 
@@ -56,6 +58,14 @@ class IncomingTransfer:
         self.last_progress = now
         self.num_hidden_bytes = sum(num_bytes for at, num_bytes in self._arrivals if at <= done.computed_at)
         self._arrivals.clear()
+
+    def take_prompt_logprobs(self, piece: PromptLogprobs, now: float) -> bool:
+        """False, and nothing changes, if it does not go on where the pieces before it ended."""
+        if not follows(piece, self.prompt_logprobs) or piece.end > self.end:
+            return False
+        self.prompt_logprobs.append(piece)
+        self.last_progress = now
+        return True
 
     def add(self, layer: int, start: int, end: int, now: float) -> None:
         """The positions `[start, end)` of `layer` are in their blocks."""

@@ -39,6 +39,7 @@ from connector.peer_messages import (
     PeerPong,
     Prefill,
     PrefillDone,
+    PromptPiece,
     Pull,
     ReleaseLease,
     TransferClosed,
@@ -212,6 +213,8 @@ class KVReceiver:
         match message:
             case Unit():
                 self._on_unit(peer, message, frames[1:])
+            case PromptPiece():
+                self._on_prompt_piece(peer, message)
             case FirstToken():
                 self._on_first_token(peer, message)
             case PrefillDone():
@@ -248,6 +251,13 @@ class KVReceiver:
         with self._changed:
             if (opened := self._find(peer, message.transfer_id, message.epoch)) is not None:
                 self._take_first_token(opened, message)
+
+    def _on_prompt_piece(self, peer: PrefillPeer, piece: PromptPiece) -> None:
+        with self._changed:
+            opened = self._find(peer, piece.transfer_id, piece.epoch)
+            if opened is None or not opened.transfer.take_prompt_logprobs(piece.logprobs, self._clock()):
+                # Whoever misses it computes the prompt again.
+                self.counters.num_late_units += 1
 
     def _on_first_token(self, peer: PrefillPeer, message: FirstToken) -> None:
         with self._changed:

@@ -37,6 +37,7 @@ from connector.peer_messages import (
     PeerWelcome,
     Prefill,
     PrefillDone,
+    PromptPiece,
     Pull,
     ReleaseLease,
     TransferFailed,
@@ -45,6 +46,7 @@ from connector.peer_messages import (
 from connector.shared_kv import PeerKVMemory
 from connector.transfer_settings import TransferSettings
 from engine.errors import ErrorKind, LinkError, MalformedMessage
+from engine.prompt_logprobs import PromptLogprobs
 from engine.request import SampledToken
 
 logger = logging.getLogger(__name__)
@@ -120,12 +122,23 @@ class KVSender:
                 transfer.computed_at = self._clock()
             peer.save(transfer, layer, span, block_ids)
 
-    def finish(self, request_id: str, first_token: SampledToken | None, num_cached_tokens: int) -> None:
+    def finish(
+        self,
+        request_id: str,
+        first_token: SampledToken | None,
+        num_cached_tokens: int,
+        prompt_logprobs: Sequence[PromptLogprobs] = (),
+    ) -> None:
         if (found := self._find(request_id)) is not None:
             peer, transfer = found
             epoch = self._identity.epoch
+            for piece in prompt_logprobs:
+                if not (failpoints.armed and failpoints.hit("prefill.before_prompt_piece")):
+                    peer.say(PromptPiece(transfer_id=request_id, epoch=epoch, logprobs=piece))
             if not (failpoints.armed and failpoints.hit("prefill.before_first_token")):
-                peer.say_twice(
+                # A first token must not overtake the pieces of what belongs before it.
+                say = peer.say if prompt_logprobs else peer.say_twice
+                say(
                     FirstToken(
                         transfer_id=request_id, epoch=epoch, token=first_token, num_cached_tokens=num_cached_tokens
                     )

@@ -66,6 +66,7 @@ class ReceiverCounters:
 
 def result_of(transfer: IncomingTransfer) -> LoadResult:
     first = transfer.first_token
+    pieces = tuple(transfer.prompt_logprobs)
     if first is None:
-        return LoadResult()
-    return LoadResult(first_token=first.token, num_remote_cached_tokens=first.num_cached_tokens)
+        return LoadResult(prompt_logprobs=pieces)
+    return LoadResult(first_token=first.token, num_remote_cached_tokens=first.num_cached_tokens, prompt_logprobs=pieces)

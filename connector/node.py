@@ -201,6 +201,7 @@ class Node:
             sampling=message.sampling,
             eos_token_ids=self._plan.model.eos_token_ids,
             cache_salt=message.cache_salt,
+            priority=message.priority,
             kv_transfer=self._transfer_of(message),
         )
 

@@ -18,6 +18,7 @@ from connector.transfer_settings import TransferSettings
 from engine.batch import Batch, ConnectorOutput, ScheduledRequest
 from engine.errors import ErrorKind
 from engine.kv_connector import SchedulerConnector
+from engine.prompt_logprobs import PromptLogprobs
 from engine.request import Request, RequestState, SampledToken
 
 
@@ -80,6 +81,7 @@ class ShipEnd:
     request_id: str
     first_token: SampledToken | None = None
     num_cached_tokens: int = 0
+    prompt_logprobs: tuple[PromptLogprobs, ...] = ()
     error: tuple[ErrorKind, str] | None = None
 
 
@@ -148,7 +150,7 @@ class P2PSchedulerConnector(SchedulerConnector):
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         source = request.kv_transfer
-        if not isinstance(source, RemotePrefill | PullKV):
+        if not isinstance(source, RemotePrefill | PullKV) or self._must_compute(request, source):
             return 0, False
         if isinstance(source, RemotePrefill) and self._why_local(request, source, num_computed_tokens) is not None:
             return 0, False
@@ -228,6 +230,10 @@ class P2PSchedulerConnector(SchedulerConnector):
         pending = self._pending
         return bool(pending.loads or pending.ended or pending.cancelled or pending.released)
 
+    def _must_compute(self, request: Request, source: RemotePrefill | PullKV) -> bool:
+        """KV alone does not tell its prompt's logprobs. Only a node that computes the whole prompt can send them."""
+        return request.lacks_prompt_logprobs and (self._is_sync or isinstance(source, PullKV))
+
     def _why_local(self, request: Request, source: RemotePrefill, num_computed_tokens: int) -> _WhyLocal | None:
         if request.num_prompt_tokens - num_computed_tokens < self._settings.remote_prefill_threshold:
             return "short"
@@ -266,6 +272,7 @@ def _ship_end(request: Request, ship: ShipKV) -> ShipEnd:
             request_id=request.request_id,
             first_token=request.output[0] if ship.wants_first_token else None,
             num_cached_tokens=request.num_cached_tokens or 0,
+            prompt_logprobs=tuple(request.prompt_logprobs),
         )
     error = request.error or (ErrorKind.KV_LOAD_FAILED, "the prefill was aborted")
     return ShipEnd(request_id=request.request_id, error=error)

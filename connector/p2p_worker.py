@@ -109,7 +109,7 @@ class P2PWorkerConnector(WorkerConnector):
                 self.receiver.release(source)
         for ended in self._metadata.ended:
             if ended.error is None:
-                self.sender.finish(ended.request_id, ended.first_token, ended.num_cached_tokens)
+                self.sender.finish(ended.request_id, ended.first_token, ended.num_cached_tokens, ended.prompt_logprobs)
             else:
                 self.sender.fail(ended.request_id, *ended.error)
 
@@ -170,6 +170,7 @@ class P2PWorkerConnector(WorkerConnector):
             sampling=request.sampling,
             eos_token_ids=sorted(request.eos_token_ids),
             cache_salt=request.cache_salt,
+            priority=request.priority,
             start=load.start,
             end=load.end,
             block_ids=list(load.block_ids),

@@ -11,6 +11,7 @@
     | <==== Unit (layer 0, [start, a)) + payload   |   one per layer and chunk, any order, idempotent
     | <==== Unit ...                               |
     | Credit ------------------------------------->|   bytes taken in: the window moves on
+    | <------------------------------- PromptPiece |   if wanted, in pieces, all of them before the first token
     | <-------------------------------- FirstToken |   as soon as it is sampled; a copy by express, ahead of KV
     | <==== Unit ...                               |
     | <------------------------------- PrefillDone |   nothing of this transfer follows
@@ -35,8 +36,9 @@ from typing import Annotated, Literal
 from msgspec import Meta, Struct
 
 from connector.codec import Decoder
-from connector.identity import Count, ModelIdentity, Name, Text, TokenId
+from connector.identity import Count, ModelIdentity, Name, Priority, Text, TokenId
 from engine.errors import ErrorKind
+from engine.prompt_logprobs import PromptLogprobs
 from engine.request import SampledToken
 from engine.sampling_params import SamplingParams
 
@@ -112,6 +114,7 @@ class Prefill(_Message, frozen=True, tag=True, kw_only=True):
     sampling: SamplingParams
     eos_token_ids: list[TokenId] = []
     cache_salt: Text = ""
+    priority: Priority = 0
     start: Count
     end: Count
     block_ids: list[Count]
@@ -156,6 +159,14 @@ class Unit(_Message, frozen=True, tag=True, kw_only=True):
     """Sender's monotonic clock when the layer's KV was complete. Comparable on one host only."""
 
 
+class PromptPiece(_Message, frozen=True, tag=True, kw_only=True):
+    """Not counted against the credit: a position takes at most 168 bytes, a hundredth of its KV."""
+
+    transfer_id: Name
+    epoch: Name
+    logprobs: PromptLogprobs
+
+
 class FirstToken(_Message, frozen=True, tag=True, kw_only=True):
     transfer_id: Name
     epoch: Name
@@ -184,7 +195,17 @@ class TransferFailed(_Message, frozen=True, tag=True, kw_only=True):
 
 
 FromDecode = PeerHello | ExpressHello | PeerPing | Prefill | Pull | ReleaseLease | CancelTransfer | Credit
-FromPrefill = PeerWelcome | PeerRefused | PeerPong | Unit | FirstToken | PrefillDone | TransferClosed | TransferFailed
+FromPrefill = (
+    PeerWelcome
+    | PeerRefused
+    | PeerPong
+    | Unit
+    | PromptPiece
+    | FirstToken
+    | PrefillDone
+    | TransferClosed
+    | TransferFailed
+)
 
 decode_from_decode_node: Decoder[FromDecode] = Decoder(FromDecode)
 decode_from_prefill_node: Decoder[FromPrefill] = Decoder(FromPrefill)

@@ -114,11 +114,17 @@ class ServerLink:
         for output in outputs:
             owner = self._owners.get(output.request_id)
             if owner is not None:
+                self._send_prompt_logprobs(output, *owner)
                 by_server[owner[0]].append(_token_output(output, owner[1]))
                 if output.finish_state is not None:
                     self._forget(output.request_id)
         for server, tokens in by_server.items():
             self._send(server, Tokens(outputs=tokens))
+
+    def _send_prompt_logprobs(self, output: RequestOutput, server: bytes, request_id: str) -> None:
+        """A message each: together they could be larger than a message may be."""
+        for piece in output.prompt_logprobs:
+            self._send(server, Tokens(outputs=[TokenOutput(request_id=request_id, prompt_logprobs=piece)]))
 
     def refuse(self, request: Request, kind: ErrorKind, reason: str) -> None:
         owner = self._owners.get(request.request_id)

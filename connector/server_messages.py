@@ -21,9 +21,10 @@ from typing import Annotated, Literal
 from msgspec import Meta, Struct
 
 from connector.codec import Decoder
-from connector.identity import Count, ModelIdentity, Name, Text, TokenId
+from connector.identity import Count, ModelIdentity, Name, Priority, Text, TokenId
 from connector.kv_transfer_params import KVTransferParams
 from engine.errors import ErrorKind
+from engine.prompt_logprobs import PromptLogprobs
 from engine.request import SampledToken
 from engine.sampling_params import SamplingParams
 
@@ -56,6 +57,7 @@ class Generate(_Message, frozen=True, tag=True, kw_only=True):
     prompt_token_ids: Annotated[list[TokenId], Meta(min_length=1)]
     sampling: SamplingParams
     cache_salt: Text = ""
+    priority: Priority = 0
     prefill_nodes: list[Name] = []
     """Candidates by node name, best first. The decode node knows their addresses from its own peer table."""
     kv_transfer_params: KVTransferParams | None = None
@@ -107,6 +109,8 @@ class TokenOutput(Struct, frozen=True, kw_only=True):
     error: Text = ""
     kv_transfer_params: KVTransferParams | None = None
     """With the final output of a request that asked for its KV to be held."""
+    prompt_logprobs: PromptLogprobs | None = None
+    """One piece. Those of a prompt come in order, before the output with the first token."""
 
 
 class Tokens(_Message, frozen=True, tag=True, kw_only=True):

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from engine.errors import ErrorKind
+from engine.prompt_logprobs import PromptLogprobs, WantedLogprobs
 from engine.request import SampledToken
 from engine.sampling_params import SamplingParams
 
@@ -31,6 +32,7 @@ class ScheduledRequest(NamedTuple):
     prompt_token_ids: Sequence[int] = ()
     output_token_ids: Sequence[int] = ()
     """Both are filled only where `sampling.needs_history`."""
+    prompt_logprobs: WantedLogprobs | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +57,8 @@ class LoadResult:
 
     first_token: SampledToken | None = None
     num_remote_cached_tokens: int = 0
+    prompt_logprobs: Sequence[PromptLogprobs] = ()
+    """Of the request's prompt, if it wanted them: consecutive, from position 1."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,4 +101,5 @@ class BatchResult:
 
     sampled: Mapping[str, SampledToken] = field(default_factory=dict)
     unsampled: Mapping[str, str] = field(default_factory=dict)
+    prompt_logprobs: Mapping[str, Sequence[PromptLogprobs]] = field(default_factory=dict)
     connector_output: ConnectorOutput = ConnectorOutput()

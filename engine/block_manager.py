@@ -23,8 +23,9 @@ class BlockManager:
         self._is_prefix_caching = cache.enable_prefix_caching
 
     def find_local_hit(self, request: Request) -> list[int]:
-        """The cached blocks that its tokens begin with. At least one token is left to compute, for its logits."""
-        if not self._is_prefix_caching:
+        """The cached blocks that its tokens begin with. At least one token is left to compute, for its logits; all of
+        them where it lacks logprobs of its prompt."""
+        if not self._is_prefix_caching or request.lacks_prompt_logprobs:
             return []
         self._extend_hashes(request)
         return self._pool.find_longest_cached_prefix(

@@ -38,6 +38,11 @@ class Decoder:
     @torch.inference_mode()
     def forward(self, inputs: ForwardInputs, kv_cache: KVCache, hooks: LayerHooks | None = None) -> Tensor:
         """Writes the step's KV and returns logits `[len(inputs.sample_rows), vocab_size]`."""
+        return self.head(self.hidden(inputs, kv_cache, hooks)[: len(inputs.sample_rows)])
+
+    @torch.inference_mode()
+    def hidden(self, inputs: ForwardInputs, kv_cache: KVCache, hooks: LayerHooks | None = None) -> Tensor:
+        """Writes the step's KV and returns what the head reads of `inputs.output_rows`, `[n, hidden_size]`."""
         hidden = F.embedding(inputs.token_ids, self._weights.embedding)
         rotation = self._rotary.rotation(inputs.positions, self.dtype)
         last = self.config.num_layers - 1
@@ -46,11 +51,15 @@ class Decoder:
             self._store_kv(index, qkv, inputs, kv_cache, hooks)
             attended = self._attend(index, qkv, inputs, kv_cache)
             if index == last:
-                # Beyond here rows no longer meet, and only the sampled ones are wanted.
-                hidden, attended = hidden[inputs.sample_rows], attended[inputs.sample_rows]
+                # Beyond here rows no longer meet, and few are wanted.
+                hidden, attended = hidden[inputs.output_rows], attended[inputs.output_rows]
             hidden.add_(linear(attended, layer.o, layer.o_bias))
             hidden.add_(self._feed_forward(layer, hidden))
-        return linear(self._norm(hidden, self._weights.norm), self._weights.head)
+        return self._norm(hidden, self._weights.norm)
+
+    def head(self, hidden: Tensor) -> Tensor:
+        """Logits `[n, vocab_size]`."""
+        return linear(hidden, self._weights.head)
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
         return F.rms_norm(x, weight.shape, weight, self.config.rms_norm_eps)

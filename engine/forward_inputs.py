@@ -43,6 +43,10 @@ class ForwardInputs:
     """Rows to compute logits for."""
     sampled_requests: tuple[ScheduledRequest, ...]
     """The requests of `sample_rows`, in that order."""
+    output_rows: Tensor
+    """`sample_rows`, then the rows whose next prompt tokens are to be scored."""
+    scored_requests: tuple[ScheduledRequest, ...] = ()
+    """The requests of the latter, in that order."""
 
 
 def build_forward_inputs(
@@ -52,13 +56,18 @@ def build_forward_inputs(
     rows = _Rows(_in_row_order(requests), layout)
     sampled = np.fromiter((request.sampling is not None for request in rows.requests), bool, len(rows.requests))
     positions = rows.positions()
+    sample_rows = rows.row_ends[sampled] - 1
+    starts = rows.row_starts.tolist()
+    scored = [(at, r) for at, r in zip(starts, rows.requests, strict=True) if r.prompt_logprobs is not None]
     return ForwardInputs(
         token_ids=_tensor(_flatten(request.token_ids for request in rows.requests)),
         positions=_tensor(positions),
         kv_rows=_tensor(rows.kv_rows(positions)),
         attention={window: _plan(rows, window) for window in windows},
-        sample_rows=_tensor(rows.row_ends[sampled] - 1),
+        sample_rows=_tensor(sample_rows),
         sampled_requests=tuple(request for request in rows.requests if request.sampling is not None),
+        output_rows=_tensor(np.concatenate([sample_rows, *(_scored_rows(start, r) for start, r in scored)])),
+        scored_requests=tuple(request for _, request in scored),
     )
 
 
@@ -66,6 +75,11 @@ def _in_row_order(requests: Sequence[ScheduledRequest]) -> list[ScheduledRequest
     decodes = [request for request in requests if len(request.token_ids) == 1]
     chunks = [request for request in requests if len(request.token_ids) != 1]
     return sorted(decodes, key=lambda request: -request.num_computed_tokens) + chunks
+
+
+def _scored_rows(start: int, request: ScheduledRequest) -> Ints:
+    assert request.prompt_logprobs is not None
+    return np.arange(start, start + len(request.prompt_logprobs.next_token_ids))
 
 
 class _Rows:

@@ -80,9 +80,17 @@ class LoadOutcomes:
             return False
         self._transfers.end_load(request_id)
         request = self._roster.requests.get(request_id)
-        if request is not None:
+        if request is not None and self._takes_prompt_logprobs(request, result):
             self._confirm_load(request, load, result)
+        elif request is not None:
+            self._recompute(request, load, 0, is_fenced=True)
         return True
+
+    def _takes_prompt_logprobs(self, request: Request, result: LoadResult) -> bool:
+        """Whether it now has all that it wanted. They go ahead of the first token, and what is lost is lost with it."""
+        if request.lacks_prompt_logprobs:
+            request.take_prompt_logprobs(result.prompt_logprobs)
+        return not request.lacks_prompt_logprobs
 
     def _confirm_load(self, request: Request, load: Load, result: LoadResult) -> None:
         """The KV is in and proven: other requests may find it."""
@@ -107,6 +115,8 @@ class LoadOutcomes:
         request = self._roster.loading.get(request_id)
         if request is None:
             return False
+        if not self._takes_prompt_logprobs(request, result):
+            return True
         self._counters.num_early_admissions += 1
         if request.num_cached_tokens is None:
             request.num_cached_tokens = max(self._local_hit_of(request_id), result.num_remote_cached_tokens)
@@ -133,6 +143,8 @@ class LoadOutcomes:
 
     def _lose_kv(self, request: Request, load: Load | None, failure: LoadFailure) -> None:
         num_valid = failure.num_valid_tokens
+        if load is not None and request.lacks_prompt_logprobs:
+            num_valid = 0
         if load is not None:
             num_valid = load.start if num_valid is None else max(num_valid, load.start)
             self._blocks.forget(request, num_valid)

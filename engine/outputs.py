@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from engine.errors import ErrorKind
+from engine.prompt_logprobs import PromptLogprobs
 from engine.request import Request, RequestState, SampledToken
 
 
@@ -21,6 +22,8 @@ class RequestOutput(NamedTuple):
     error: tuple[ErrorKind, str] | None
     kv_transfer_params: dict[str, object] | None
     """With the final output of a request whose KV is held for others: how to get at it."""
+    prompt_logprobs: Sequence[PromptLogprobs] = ()
+    """With the first token, if the request wanted them: all of its prompt's."""
 
     @classmethod
     def of(
@@ -39,6 +42,7 @@ class RequestOutput(NamedTuple):
             request.num_cached_tokens or 0,
             request.error,
             kv_transfer_params,
+            tuple(request.prompt_logprobs) if new_tokens and request.num_output_tokens == len(new_tokens) else (),
         )
 
 

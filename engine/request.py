@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 
 from engine.errors import ErrorKind, InvalidTransition
+from engine.prompt_logprobs import PromptLogprobs, covered_end, follows
 from engine.sampling_params import SamplingParams
 
 
@@ -82,6 +83,8 @@ class Request:
     sampling: SamplingParams
     eos_token_ids: frozenset[int] = frozenset()
     cache_salt: str = ""
+    priority: int = 0
+    """Lower goes first."""
     may_load: bool = True
     """False once it was preempted or a load of it failed: from then on it computes here."""
     kv_transfer: object | None = None
@@ -90,6 +93,7 @@ class Request:
 
     state: RequestState = RequestState.WAITING
     output: list[SampledToken] = field(default_factory=list)
+    prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)
     token_ids: list[int] = field(init=False)
     num_computed_tokens: int = 0
     num_cached_tokens: int | None = None
@@ -131,6 +135,20 @@ class Request:
     def story(self) -> str:
         """The states so far with the seconds since arrival."""
         return ", ".join(f"{state.name}@{at - self.arrival_time:.3f}s" for state, at in self.history)
+
+    @property
+    def lacks_prompt_logprobs(self) -> bool:
+        """Whether it still wants logprobs of its prompt: all of it must be computed, wherever its KV may be found."""
+        is_wanted = self.sampling.prompt_logprobs is not None
+        return is_wanted and covered_end(self.prompt_logprobs) < self.num_prompt_tokens
+
+    def take_prompt_logprobs(self, pieces: Sequence[PromptLogprobs]) -> None:
+        """Consecutive pieces. The first position begins anew: the prompt is being computed once more."""
+        for piece in pieces:
+            if piece.start == 1:
+                self.prompt_logprobs.clear()
+            assert follows(piece, self.prompt_logprobs), f"request {self.request_id}: logprobs from {piece.start}"
+            self.prompt_logprobs.append(piece)
 
     def append_output(self, token: SampledToken) -> None:
         self.output.append(token)

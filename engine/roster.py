@@ -3,11 +3,12 @@
 waiting --> running --+
  ^   |        ^       |
  |   v        |       v
- | loading -> loaded  (preempted or started over: back to the front of waiting)
+ | loading -> loaded  (preempted or started over: back to the front of its priority)
  +--------------------+
 """
 
 from collections.abc import Callable, Iterable
+from operator import attrgetter
 
 from engine.request import Request, RequestState
 from engine.request_queue import RequestQueue
@@ -39,6 +40,10 @@ class Roster:
         request.move(RequestState.RUNNING, self._clock())
         self.running[request.request_id] = request
 
+    def running_by_priority(self) -> list[Request]:
+        """Lower priority first, within one in order of admission."""
+        return sorted(self.running.values(), key=attrgetter("priority"))
+
     def rejoin_loaded(self) -> None:
         for request in self.loaded.values():
             self.run(request)
@@ -53,7 +58,7 @@ class Roster:
         self.loaded[request.request_id] = self.loading.pop(request.request_id)
 
     def send_back(self, request: Request) -> None:
-        """To the front of the line, from wherever it was; it owns nothing any more."""
+        """To the front of its priority's line, from wherever it was; it owns nothing any more."""
         is_running = request.state is RequestState.RUNNING
         self._leave_places(request)
         if request.state is not RequestState.WAITING:
@@ -61,7 +66,7 @@ class Roster:
         self.waiting.push_front([request])
 
     def put_back(self, requests: Iterable[Request]) -> None:
-        """To the front, in order: they were only looked at."""
+        """To the front of their priorities, in order: they were only looked at."""
         self.waiting.push_front(list(requests))
 
     def _leave_places(self, request: Request) -> None:

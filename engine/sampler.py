@@ -3,7 +3,7 @@
 Order, as in vLLM's V1 sampler, so that the same settings mean the same thing:
 
     logprobs            from the raw logits
-    logit_bias, banned tokens, repetition, frequency, presence penalty
+    allowed tokens, logit_bias, banned tokens, repetition, frequency, presence penalty
     temperature         0: the largest logit wins, and this is the end
     min_p, top_k, top_p each keeps a leading part of the tokens sorted by logit, so together they are one cutoff per row
     draw                an exponential race: token i finishes at E_i / p_i, the first one wins
@@ -160,7 +160,8 @@ def _is_greedy(sampling: SamplingParams) -> bool:
 def _is_plain(request: ScheduledRequest) -> bool:
     """Whether the largest raw logit is the answer."""
     sampling = _sampling(request)
-    adjusted = bool(sampling.logit_bias) or len(request.banned_token_ids) > 0 or sampling.needs_history
+    is_confined = bool(sampling.allowed_token_ids) or len(request.banned_token_ids) > 0
+    adjusted = is_confined or bool(sampling.logit_bias) or sampling.needs_history
     return _is_greedy(sampling) and not adjusted
 
 
@@ -177,11 +178,14 @@ def _column(values: Sequence[float], like: Tensor) -> Tensor:
     return torch.tensor(values, dtype=like.dtype, device=like.device).unsqueeze(-1)
 
 
-# ---- before the temperature: bias, bans, penalties
+# ---- before the temperature: allowed tokens, bias, bans, penalties
 
 
 def _adjust(logits: Tensor, requests: Sequence[ScheduledRequest]) -> None:
     """logits: float32 [rows, vocab], changed in place."""
+    for row, request in enumerate(requests):
+        if _sampling(request).allowed_token_ids:
+            _confine(logits[row], _sampling(request).allowed_token_ids)
     biases = [(row, i, bias) for row, r in enumerate(requests) for i, bias in _sampling(r).logit_bias.items()]
     if biases:
         rows, ids, values = zip(*biases, strict=True)
@@ -193,6 +197,14 @@ def _adjust(logits: Tensor, requests: Sequence[ScheduledRequest]) -> None:
     penalised = [row for row, request in enumerate(requests) if _sampling(request).needs_history]
     if penalised:
         _penalise(logits, requests, penalised)
+
+
+def _confine(logits: Tensor, token_ids: Sequence[int]) -> None:
+    """logits: `[vocab]`, changed in place: minus infinity for all other tokens."""
+    index = torch.tensor(token_ids, device=logits.device)
+    kept = logits[index]
+    logits.fill_(-math.inf)
+    logits[index] = kept
 
 
 def _penalise(logits: Tensor, requests: Sequence[ScheduledRequest], penalised: Sequence[int]) -> None:

@@ -34,11 +34,17 @@ class SamplingParams:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logit_bias: dict[int, float] = field(default_factory=dict)
+    allowed_token_ids: tuple[int, ...] = ()
+    """Nothing else is sampled; empty allows all."""
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    """Token sequences that the output never holds: their last token is not sampled after the others."""
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     seed: int = 0
     logprobs: int | None = None
     """None: no logprobs. n: the sampled token's, and those of the n likeliest tokens."""
+    prompt_logprobs: int | None = None
+    """The same for each prompt token but the first, given those before it."""
 
     def __post_init__(self) -> None:
         _require(self.max_tokens >= 1, "max_tokens", "must be at least 1", self.max_tokens)
@@ -59,10 +65,13 @@ class SamplingParams:
         for token_id, bias in self.logit_bias.items():
             _require(token_id >= 0, "logit_bias", "token ids must be >= 0", token_id)
             _require(-100 <= bias <= 100, "logit_bias", "values must be in [-100, 100]", bias)
-        _require(all(t >= 0 for t in self.stop_token_ids), "stop_token_ids", "must be >= 0", self.stop_token_ids)
+        for name in ("stop_token_ids", "allowed_token_ids"):
+            _require(all(token_id >= 0 for token_id in getattr(self, name)), name, "must be >= 0", "less")
+        _require(all(self.bad_words), "bad_words", "must each hold at least one token", "none")
         _require(0 <= self.seed <= MAX_SEED, "seed", f"must be in [0, {MAX_SEED}]", self.seed)
-        if self.logprobs is not None:
-            _require(0 <= self.logprobs <= MAX_LOGPROBS, "logprobs", f"must be in [0, {MAX_LOGPROBS}]", self.logprobs)
+        for name in ("logprobs", "prompt_logprobs"):
+            value = getattr(self, name)
+            _require(value is None or 0 <= value <= MAX_LOGPROBS, name, f"must be in [0, {MAX_LOGPROBS}]", value)
 
     @property
     def needs_history(self) -> bool:
@@ -75,7 +84,7 @@ def check_vocab(sampling: SamplingParams, vocab_size: int) -> None:
 
     Apart from `SamplingParams`, which is made without knowing the model. Raises `RequestError` naming the field.
     """
-    for name in ("logit_bias", "stop_token_ids"):
+    for name in ("logit_bias", "stop_token_ids", "allowed_token_ids"):
         largest = max(getattr(sampling, name), default=0)
         _require(largest < vocab_size, name, f"token ids must be below the vocabulary's size {vocab_size}", largest)
 

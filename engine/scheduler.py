@@ -18,11 +18,13 @@
 One pass:
   1. loaded requests rejoin the running ones;
   2. running requests that decode get their token, growing by a block where needed and preempting where the pool is out;
-  3. running requests with more to compute get their chunks, first come first served;
+  3. running requests with more to compute get their chunks;
   4. unless somebody was preempted, waiting requests are admitted while a seat, blocks and budget last.
+Each of these in order of priority, lower first, and within one first come first served.
 
 A request is admitted with blocks for all its known tokens or not at all: chunks never stall half way, only decoding
-grows. The one preempted is the last admitted whose blocks no transfer needs. Preempted requests recompute.
+grows. The one preempted is, of the worst priority, the last admitted whose blocks no transfer needs. Preempted
+requests recompute.
 
 Whoever may still touch a block owns it: a finished request's blocks stay pinned until its transfers are over.
 """
@@ -171,7 +173,7 @@ class Scheduler:
         """Decoding comes first: whatever the prompts, each decoding request has its token in every step."""
         decoding: list[Request] = []
         prefilling: list[Request] = []
-        for request in self._roster.running.values():
+        for request in self._roster.running_by_priority():
             is_decoding = len(request.token_ids) - request.num_computed_tokens == 1
             (decoding if is_decoding else prefilling).append(request)
         for request in chain(decoding, prefilling):
@@ -193,9 +195,9 @@ class Scheduler:
         return True
 
     def _pick_victim(self, plan: StepPlan) -> Request | None:
-        for request_id in reversed(self._roster.running):
-            if request_id not in self._transfers and request_id not in plan.scheduled:
-                return self._roster.running[request_id]
+        for request in reversed(self._roster.running_by_priority()):
+            if request.request_id not in self._transfers and request.request_id not in plan.scheduled:
+                return request
         return None
 
     def _preempt(self, request: Request, plan: StepPlan) -> None:
@@ -217,9 +219,7 @@ class Scheduler:
         ):
             return
         error = (ErrorKind.OVERLOADED, "the KV cache is full of blocks that are pinned for transfers")
-        self.finish(
-            self._roster.running[next(reversed(self._roster.running))], RequestState.FINISHED_ERROR, error=error
-        )
+        self.finish(self._roster.running_by_priority()[-1], RequestState.FINISHED_ERROR, error=error)
 
     def _schedule_waiting(self, plan: StepPlan) -> None:
         put_aside = []
@@ -263,7 +263,7 @@ class Scheduler:
         why_not = result.unsampled.get(request.request_id)
         if why_not is not None:
             self._blocks.forget(request, 0)
-            self.finish(request, RequestState.FINISHED_ERROR, error=(ErrorKind.INTERNAL, why_not))
+            self.finish(request, RequestState.FINISHED_ERROR, error=self._blame(scheduled, why_not))
             return
         start = scheduled.num_computed_tokens
         end = start + len(scheduled.token_ids)
@@ -273,8 +273,17 @@ class Scheduler:
         # What was computed on top of KV that is not confirmed is not to be trusted either.
         if request.request_id not in self._transfers or self._transfers.find_load(request.request_id) is None:
             self._blocks.publish(request, start // self._blocks.block_size)
+        request.take_prompt_logprobs(result.prompt_logprobs.get(request.request_id, ()))
         if scheduled.sampling is not None:
             self.append(request, result.sampled[request.request_id])
+
+    def _blame(self, scheduled: ScheduledRequest, why_not: str) -> tuple[ErrorKind, str]:
+        """Whose fault it is that nothing could be sampled."""
+        sampling, banned = scheduled.sampling, set(scheduled.banned_token_ids)
+        allowed = sampling.allowed_token_ids if sampling is not None else ()
+        if banned.issuperset(allowed or range(self._vocab_size or 0)) and banned:
+            return ErrorKind.INVALID_REQUEST, "allowed_token_ids, bad_words and min_tokens leave no token to sample"
+        return ErrorKind.INTERNAL, why_not
 
     def append(self, request: Request, token: SampledToken) -> None:
         request.append_output(token)

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from engine.batch import ScheduledRequest
+from engine.prompt_logprobs import WantedLogprobs
 from engine.request import Request
 
 
@@ -33,12 +34,29 @@ def _share_of(request: Request, num_tokens: int) -> ScheduledRequest:
         block_ids=tuple(request.block_ids),
         sampling=sampling,
         output_position=output_position,
-        banned_token_ids=_banned(request) if output_position < request.sampling.min_tokens else (),
+        banned_token_ids=_banned(request) if sampling is not None else (),
         prompt_token_ids=tuple(request.prompt_token_ids) if needs_history else (),
         output_token_ids=tuple(request.token_ids[request.num_prompt_tokens :]) if needs_history else (),
+        prompt_logprobs=_wanted_logprobs(request, start, end) if request.lacks_prompt_logprobs else None,
     )
 
 
+def _wanted_logprobs(request: Request, start: int, end: int) -> WantedLogprobs | None:
+    next_token_ids = request.prompt_token_ids[start + 1 : end + 1]
+    return WantedLogprobs(request.sampling.prompt_logprobs or 0, next_token_ids) if next_token_ids else None
+
+
 def _banned(request: Request) -> Sequence[int]:
-    end_tokens = frozenset() if request.sampling.ignore_eos else request.eos_token_ids
-    return sorted(end_tokens.union(request.sampling.stop_token_ids))
+    sampling = request.sampling
+    banned = _ends_of_bad_words(request) if sampling.bad_words else []
+    if request.num_output_tokens < sampling.min_tokens:
+        end_tokens = frozenset() if sampling.ignore_eos else request.eos_token_ids
+        banned += end_tokens.union(sampling.stop_token_ids)
+    return sorted(banned) if banned else ()
+
+
+def _ends_of_bad_words(request: Request) -> list[int]:
+    """The last token of each bad word whose other tokens the output ends with."""
+    longest = max(map(len, request.sampling.bad_words))
+    tail = request.token_ids[max(request.num_prompt_tokens, request.num_tokens - longest + 1) :]
+    return [word[-1] for word in request.sampling.bad_words if list(word[:-1]) == tail[len(tail) - len(word) + 1 :]]

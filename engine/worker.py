@@ -5,6 +5,7 @@ and KV.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
@@ -13,6 +14,8 @@ from engine.decoder import Decoder
 from engine.forward_inputs import build_forward_inputs
 from engine.kv_cache import KVCache
 from engine.kv_connector import WorkerConnector
+from engine.prompt_logprobs import PromptLogprobs
+from engine.prompt_scorer import score_prompt
 from engine.request import SampledToken
 from engine.sampler import BadLogits, Sampler
 
@@ -37,8 +40,7 @@ class Worker:
     def execute(self, batch: Batch) -> BatchResult:
         """Computes the batch's tokens; one without requests lets the connector report."""
         if self._connector is None:
-            sampled, unsampled = self._compute(batch, None)
-            return BatchResult(sampled=sampled, unsampled=unsampled)
+            return self._compute(batch, None)
         return self._execute_connected(batch, self._connector)
 
     def shutdown(self) -> None:
@@ -49,22 +51,36 @@ class Worker:
         connector.bind_connector_metadata(batch.connector_metadata)
         try:
             connector.start_load_kv()
-            sampled, unsampled = self._compute(batch, connector)
+            result = self._compute(batch, connector)
             connector.wait_for_save()
             # The batch names no finished requests: a connector that needs them has them in its own metadata.
-            output = connector.get_finished(frozenset())
-            return BatchResult(sampled=sampled, unsampled=unsampled, connector_output=output)
+            return replace(result, connector_output=connector.get_finished(frozenset()))
         finally:
             connector.clear_connector_metadata()
 
     @torch.inference_mode()
-    def _compute(self, batch: Batch, hooks: WorkerConnector | None) -> Sampling:
+    def _compute(self, batch: Batch, hooks: WorkerConnector | None) -> BatchResult:
         if not batch.requests:
-            return {}, {}
+            return BatchResult()
         config = self._decoder.config
         inputs = build_forward_inputs(batch.requests, self._kv_cache.layout, config.windows)
-        logits = self._decoder.forward(inputs, self._kv_cache, hooks)
-        return self._sample(logits, inputs.sampled_requests)
+        hidden = self._decoder.hidden(inputs, self._kv_cache, hooks)
+        num_sampled = len(inputs.sampled_requests)
+        sampled, unsampled = self._sample(self._decoder.head(hidden[:num_sampled]), inputs.sampled_requests)
+        prompt_logprobs = self._score(hidden[num_sampled:], inputs.scored_requests) if inputs.scored_requests else {}
+        return BatchResult(sampled=sampled, unsampled=unsampled, prompt_logprobs=prompt_logprobs)
+
+    def _score(self, hidden: torch.Tensor, requests: Sequence[ScheduledRequest]) -> dict[str, list[PromptLogprobs]]:
+        """hidden: the rows of all the requests, one after the other."""
+        scored, start = {}, 0
+        for request in requests:
+            assert request.prompt_logprobs is not None
+            rows = hidden[start : start + len(request.prompt_logprobs.next_token_ids)]
+            start += len(rows)
+            scored[request.request_id] = score_prompt(
+                rows, request, self._decoder.head, self._decoder.config.vocab_size
+            )
+        return scored
 
     def _sample(self, logits: torch.Tensor, requests: Sequence[ScheduledRequest]) -> Sampling:
         """One request's bad numbers must not cost the others their step: its row is left out and named."""

@@ -16,6 +16,8 @@ import orjson
 from server.choice import Delta
 from server.generation import Generation
 from server.kv_transfer import FIELD, shown
+from server.logprobs import prompt_logprobs
+from server.prompts import Prompt
 from server.tokenizer import Tokenizer
 
 DONE = b"data: [DONE]\n\n"
@@ -29,8 +31,12 @@ class AnswerOptions:
     model: str
     tokenizer: Tokenizer
     num_per_prompt: int = 1
+    num_generated_per_prompt: int = 1
+    """More where only the best of them are shown."""
     num_top_logprobs: int | None = None
     """None: no logprobs at all."""
+    num_top_prompt_logprobs: int | None = None
+    skip_special_tokens: bool = True
     return_token_ids: bool = False
     include_usage: bool = False
     continuous_usage: bool = False
@@ -61,6 +67,10 @@ class Answer(ABC):
     def whole_choice(self, whole: Delta) -> dict[str, Any]:
         """A choice of a response in one piece, less finish_reason and token ids."""
 
+    def chosen(self, wholes: list[Delta]) -> list[Delta]:
+        """Those that the client sees."""
+        return wholes
+
     def prompt_fields(self) -> dict[str, Any]:
         """Top-level fields about the prompt, for the opening of a stream or the whole response."""
         return {}
@@ -82,9 +92,17 @@ class Answer(ABC):
         merged = [Delta(choice.index) for choice in self.generation.choices]
         for delta in deltas:
             _merge(merged[delta.index], delta)
-        choices = [self._finished(self.whole_choice(whole), whole) for whole in merged]
+        choices = [self._finished(self.whole_choice(whole), whole) for whole in self.chosen(merged)]
         body = {**self._header(self.object_name), "choices": choices, "usage": self._usage()}
         return orjson.dumps({**body, **self.prompt_fields(), **self._transfer_fields()})
+
+    def _prompt_logprobs(self, choice_index: int, prompt: Prompt) -> list[dict[str, Any] | None] | None:
+        """In vLLM's shape; None if not asked for."""
+        num_top = self.options.num_top_prompt_logprobs
+        if num_top is None:
+            return None
+        pieces = self.generation.choices[choice_index].prompt_logprobs
+        return prompt_logprobs(prompt.token_ids, pieces, self.options.tokenizer, num_top)
 
     def _transfer_fields(self) -> dict[str, Any]:
         """Where the KV is held, if it is. Requests that ask for it have one choice, and never stream."""
@@ -125,7 +143,7 @@ class Answer(ABC):
 
     def _usage(self, num_output_tokens: int | None = None) -> dict[str, Any]:
         choices = self.generation.choices
-        prompts = choices[:: self.options.num_per_prompt]
+        prompts = choices[:: self.options.num_generated_per_prompt]
         num_prompt = sum(choice.num_prompt_tokens for choice in prompts)
         if num_output_tokens is None:
             num_output_tokens = sum(choice.num_tokens for choice in choices)

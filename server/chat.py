@@ -11,9 +11,10 @@ from server.choice import Delta
 from server.generation import Generation
 from server.kv_transfer import FIELD, check_leg, leg_of
 from server.logprobs import chat_logprobs
-from server.prompts import Prompt
+from server.prompts import Prompt, max_prompt_len
 from server.protocol import ChatBody, refuse_unsupported
-from server.request_options import answer_options, output_options
+from server.request_id import adopt_request_id
+from server.request_options import answer_options, output_options, priority_of
 from server.respond import raise_if_gone, respond
 from server.sampling import base_sampling, for_choice, output_budget
 from server.service import Job, Service, Submission
@@ -38,7 +39,8 @@ async def _start(body: ChatBody, request: Request, service: Service) -> "ChatAns
     check_leg(body)
     max_model_len = service.admit()
     num_top = _num_top_logprobs(body)
-    options = answer_options(body, request.state.request_id, model, service.assets.tokenizer, num_top)
+    request_id = adopt_request_id(request, body.request_id)
+    options = answer_options(body, request_id, model, service.assets.tokenizer, num_top)
     prompt = await _read(body, service, max_model_len)
     submission = Submission(
         request_id=options.request_id,
@@ -46,6 +48,7 @@ async def _start(body: ChatBody, request: Request, service: Service) -> "ChatAns
         jobs=_jobs(body, prompt, service, max_model_len),
         options=output_options(body),
         cache_salt=body.cache_salt or "",
+        priority=priority_of(body, request),
         kv_transfer_params=leg_of(body),
     )
     await raise_if_gone(request)
@@ -56,7 +59,8 @@ async def _read(body: ChatBody, service: Service, max_model_len: int) -> Prompt:
     leg = body.kv_transfer_params
     if leg is not None and leg.is_leg and leg.prompt_token_ids is not None:
         return service.prompts.read_token_ids(leg.prompt_token_ids, f"{FIELD}.prompt_token_ids")
-    return await service.prompts.read_chat(body.messages, body, max_model_len)
+    kept = max_prompt_len(body.truncate_prompt_tokens, _max_tokens(body), max_model_len)
+    return await service.prompts.read_chat(body.messages, body, max_model_len, kept)
 
 
 def _num_top_logprobs(body: ChatBody) -> int | None:
@@ -65,11 +69,13 @@ def _num_top_logprobs(body: ChatBody) -> int | None:
     return (body.top_logprobs or 0) if body.logprobs else None
 
 
+def _max_tokens(body: ChatBody) -> int | None:
+    return body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+
+
 def _jobs(body: ChatBody, prompt: Prompt, service: Service, max_model_len: int) -> list[Job]:
-    assets = service.assets
-    base = base_sampling(body, assets.sampling_defaults, logprobs=_num_top_logprobs(body), vocab_size=assets.vocab_size)
-    asked = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-    budget = output_budget(asked, None, len(prompt.token_ids), max_model_len)
+    base = base_sampling(body, service.assets, logprobs=_num_top_logprobs(body), prompt_logprobs=body.prompt_logprobs)
+    budget = output_budget(_max_tokens(body), None, len(prompt.token_ids), max_model_len)
     return [Job(prompt=prompt, sampling=for_choice(base, index, budget)) for index in range(body.n or 1)]
 
 
@@ -92,7 +98,12 @@ class ChatAnswer(Answer):
         ]
 
     def prompt_fields(self) -> dict[str, Any]:
-        return {"prompt_token_ids": self._prompt.token_ids} if self.options.return_token_ids else {}
+        fields: dict[str, Any] = {}
+        if self.options.return_token_ids:
+            fields["prompt_token_ids"] = self._prompt.token_ids
+        if (logprobs := self._prompt_logprobs(0, self._prompt)) is not None:
+            fields["prompt_logprobs"] = logprobs
+        return fields
 
     def chunk_choice(self, delta: Delta) -> dict[str, Any]:
         content = {"content": delta.text} if delta.text else {}

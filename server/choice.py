@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 from connector.kv_transfer_params import KVTransferParams
 from connector.server_messages import TokenOutput
+from engine.prompt_logprobs import PromptLogprobs
 from engine.request import SampledToken
 from server.detokenizer import Detokenizer
 from server.stop_strings import StopStrings
@@ -19,6 +20,8 @@ class OutputOptions:
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     min_tokens: int = 0
+    is_prompt_only: bool = False
+    """The one token that had to be generated is not shown."""
 
 
 @dataclass(slots=True)
@@ -45,6 +48,8 @@ class Choice:
         self.num_prompt_tokens = len(prompt)
         self.num_tokens = 0
         self.num_cached_tokens = 0
+        self.prompt_logprobs: list[PromptLogprobs] = []
+        """Complete when the first delta is."""
         self.kv_transfer_params: KVTransferParams | None = None
         """Where the node holds the KV, if it was asked to."""
         self._options = options
@@ -56,6 +61,8 @@ class Choice:
         """The delta of one output. After one with a finish reason no other may be added."""
         self.num_cached_tokens = max(self.num_cached_tokens, output.num_cached_tokens)
         self.kv_transfer_params = output.kv_transfer_params
+        if self._options.is_prompt_only:
+            return Delta(self.index, finish_reason=output.finish_reason and "length")
         delta = Delta(self.index, finish_reason=output.finish_reason, stop_reason=output.stop_reason)
         delta.text = self._read(output)
         if delta.finish_reason is not None:

@@ -47,6 +47,7 @@ class Work:
     token_ids: Sequence[int]
     sampling: SamplingParams
     cache_salt: str = ""
+    priority: int = 0
     kv_transfer_params: KVTransferParams | None = None
 
     @property
@@ -246,6 +247,7 @@ def _message(work: Work, candidates: list[str]) -> Generate:
         prompt_token_ids=list(work.token_ids),
         sampling=work.sampling,
         cache_salt=work.cache_salt,
+        priority=work.priority,
         prefill_nodes=candidates,
         kv_transfer_params=work.kv_transfer_params,
     )

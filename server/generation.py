@@ -34,6 +34,9 @@ class _Sequence:
         self.flight: Flight | None = None
 
     def put(self, output: TokenOutput, now: float) -> None:
+        if output.prompt_logprobs is not None:
+            self.choice.prompt_logprobs.append(output.prompt_logprobs)
+            return
         if output.tokens:
             self.books.tokens(len(output.tokens), now)
         self._generation.arrived(self, output)

@@ -32,7 +32,7 @@ def leg_of_invalid(body: object) -> KVTransferParams | None:
 def check_leg(body: GenerationBody, num_prompts: int = 1) -> None:
     """Raises `RequestError` naming the field if the legs cannot work for this request."""
     params = body.kv_transfer_params or KVTransferBody()
-    is_single = num_prompts * (body.n or 1) == 1
+    is_single = num_prompts * max(body.n or 1, getattr(body, "best_of", None) or 1) == 1
     if params.do_remote_decode and (body.stream or not is_single):
         _refuse("do_remote_decode", "stream to be false, n to be 1 and a single prompt")
     if params.do_remote_prefill and not is_single:

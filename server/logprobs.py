@@ -2,8 +2,10 @@
 
 import codecs
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
+from engine.prompt_logprobs import PromptLogprob, PromptLogprobs
 from engine.request import SampledToken
 from server.tokenizer import Tokenizer
 
@@ -16,32 +18,75 @@ def chat_logprobs(tokens: Sequence[SampledToken], tokenizer: Tokenizer, num_top:
     return {"content": [_chat_entry(token, tokenizer, num_top) for token in tokens], "refusal": None}
 
 
+def prompt_logprobs(
+    token_ids: Sequence[int], pieces: Sequence[PromptLogprobs], tokenizer: Tokenizer, num_top: int
+) -> list[dict[str, Any] | None]:
+    """`prompt_logprobs` as vLLM has it: for each token but the first a map by token id, the token's own entry first."""
+    entries = zip(token_ids[1:], chain.from_iterable(pieces), strict=True)
+    return [None, *(_prompt_entry(token_id, entry, tokenizer, num_top) for token_id, entry in entries)]
+
+
 class CompletionLogprobs:
     """`logprobs` of one choice of a text completion. Keeps count of the text offset from chunk to chunk."""
 
-    def __init__(self, tokenizer: Tokenizer, num_top: int) -> None:
+    def __init__(self, tokenizer: Tokenizer, num_top: int, *, skip_special_tokens: bool) -> None:
         self._tokenizer = tokenizer
         self._num_top = num_top
+        self._hidden_ids = tokenizer.special_ids if skip_special_tokens else frozenset()
         self._offset = 0
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
+    def add_prompt(self, token_ids: Sequence[int], pieces: Sequence[PromptLogprobs], echo: str) -> dict[str, Any]:
+        """Of a prompt that is echoed as the text `echo`. The first token has none."""
+        tokens = [
+            SampledToken(token_id, entry.logprob, entry.top_logprobs)
+            for token_id, entry in zip(token_ids[1:], chain.from_iterable(pieces), strict=True)
+        ]
+        offsets = [self._advance_in(echo, token_id) for token_id in token_ids]
+        self._offset = len(echo)
+        return {
+            "text_offset": offsets,
+            "token_logprobs": [None, *(_finite(token.logprob) for token in tokens)],
+            "tokens": [self._tokenizer.token_text(token_id) for token_id in token_ids],
+            "top_logprobs": [None, *(self._top(token) for token in tokens)],
+        }
+
     def add(self, tokens: Sequence[SampledToken]) -> dict[str, Any]:
         return {
-            "text_offset": [self._advance(token) for token in tokens],
+            "text_offset": [self._advance(token.token_id) for token in tokens],
             "token_logprobs": [_finite(token.logprob) for token in tokens],
             "tokens": [self._tokenizer.token_text(token.token_id) for token in tokens],
             "top_logprobs": [self._top(token) for token in tokens],
         }
 
-    def _advance(self, token: SampledToken) -> int:
+    def _advance(self, token_id: int) -> int:
         """Where this token's text starts; a token that continues a character starts where that does."""
         offset = self._offset
-        self._offset += len(self._decoder.decode(self._tokenizer.token_bytes(token.token_id)))
+        if token_id not in self._hidden_ids:
+            self._offset += len(self._decoder.decode(self._tokenizer.token_bytes(token_id)))
+        return offset
+
+    def _advance_in(self, echo: str, token_id: int) -> int:
+        """A prompt may hold special tokens that its text spells out, and others that were put around it."""
+        if token_id not in self._tokenizer.special_ids:
+            return min(self._advance(token_id), len(echo))
+        offset, spelled = self._offset, self._tokenizer.token_text(token_id)
+        self._offset += len(spelled) if echo.startswith(spelled, offset) else 0
         return offset
 
     def _top(self, token: SampledToken) -> dict[str, float]:
         pairs = [*token.top_logprobs[: self._num_top], (token.token_id, token.logprob)]
         return {self._tokenizer.token_text(token_id): _finite(logprob) for token_id, logprob in pairs}
+
+
+def _prompt_entry(token_id: int, entry: PromptLogprob, tokenizer: Tokenizer, num_top: int) -> dict[str, Any]:
+    ranked = {token_id: (entry.logprob, entry.rank)}
+    for rank, (other, logprob) in enumerate(entry.top_logprobs[:num_top], start=1):
+        ranked.setdefault(other, (logprob, rank))
+    return {
+        str(key): {"logprob": _finite(logprob), "rank": rank, "decoded_token": tokenizer.token_text(key)}
+        for key, (logprob, rank) in ranked.items()
+    }
 
 
 def _chat_entry(token: SampledToken, tokenizer: Tokenizer, num_top: int) -> dict[str, Any]:

@@ -31,11 +31,16 @@ class PromptReader:
     def __init__(self, assets: ModelAssets) -> None:
         self._assets = assets
 
-    async def read_completion(self, body: CompletionBody, max_model_len: int) -> list[Prompt]:
+    async def read_completion(
+        self, body: CompletionBody, max_model_len: int, max_prompt_len: int | None = None
+    ) -> list[Prompt]:
+        """Of longer prompts the last `max_prompt_len` tokens; None refuses what is longer than the model takes."""
         add_special = body.add_special_tokens is not False
-        return [await self._read_prompt(prompt, add_special, max_model_len) for prompt in body.prompt]
+        text_limit = max_model_len if max_prompt_len is None else None
+        prompts = [await self._read_prompt(prompt, add_special, text_limit) for prompt in body.prompt]
+        return [_truncated(prompt, max_prompt_len) for prompt in prompts]
 
-    async def read_text(self, text: str, max_model_len: int, *, add_special_tokens: bool = True) -> Prompt:
+    async def read_text(self, text: str, max_model_len: int | None, *, add_special_tokens: bool = True) -> Prompt:
         self._check_length(len(text), max_model_len, "prompt")
         encode = self._assets.tokenizer.encode
         return _checked(
@@ -43,10 +48,17 @@ class PromptReader:
             "prompt",
         )
 
-    async def read_chat(self, messages: Sequence[ChatMessage], fields: TemplateFields, max_model_len: int) -> Prompt:
+    async def read_chat(
+        self,
+        messages: Sequence[ChatMessage],
+        fields: TemplateFields,
+        max_model_len: int,
+        max_prompt_len: int | None = None,
+    ) -> Prompt:
         num_chars = sum(len(message.content or "") for message in messages)
-        self._check_length(num_chars, max_model_len, "messages")
-        return _checked(await _off_loop(num_chars, lambda: self._render(messages, fields)), "messages")
+        self._check_length(num_chars, max_model_len if max_prompt_len is None else None, "messages")
+        prompt = _checked(await _off_loop(num_chars, lambda: self._render(messages, fields)), "messages")
+        return _truncated(prompt, max_prompt_len)
 
     def read_token_ids(self, token_ids: Sequence[int], param: str) -> Prompt:
         """Of a prompt that the client tokenized."""
@@ -56,7 +68,9 @@ class PromptReader:
             raise RequestError(f"{param}: {rule}", param=param)
         return Prompt(token_ids)
 
-    async def _read_prompt(self, prompt: str | list[int], add_special_tokens: bool, max_model_len: int) -> Prompt:
+    async def _read_prompt(
+        self, prompt: str | list[int], add_special_tokens: bool, max_model_len: int | None
+    ) -> Prompt:
         if isinstance(prompt, str):
             return await self.read_text(prompt, max_model_len, add_special_tokens=add_special_tokens)
         return self.read_token_ids(prompt, "prompt")
@@ -77,8 +91,10 @@ class PromptReader:
         ids = self._assets.tokenizer.encode(text, add_special_tokens=bool(fields.add_special_tokens))
         return Prompt(ids, text)
 
-    def _check_length(self, num_chars: int, max_model_len: int, param: str) -> None:
+    def _check_length(self, num_chars: int, max_model_len: int | None, param: str) -> None:
         """Refuses a text that has too many tokens even if each is the longest there is."""
+        if max_model_len is None:
+            return
         longest = max_model_len * self._assets.tokenizer.max_token_chars
         if num_chars > longest:
             raise RequestError(
@@ -86,6 +102,22 @@ class PromptReader:
                 f"but {param} has {num_chars} characters.",
                 param=param,
             )
+
+
+def max_prompt_len(truncate_to: int | None, max_tokens: int | None, max_model_len: int) -> int | None:
+    """How many of its last tokens a prompt keeps, by `truncate_prompt_tokens`. Raises `RequestError`."""
+    if truncate_to is None:
+        return None
+    if truncate_to == 0 or truncate_to > max_model_len:
+        rule = f"truncate_prompt_tokens must be -1 or in [1, {max_model_len}], got {truncate_to}"
+        raise RequestError(rule, param="truncate_prompt_tokens")
+    return truncate_to if truncate_to > 0 else max(1, max_model_len - max(1, max_tokens or 1))
+
+
+def _truncated(prompt: Prompt, max_len: int | None) -> Prompt:
+    if max_len is None or len(prompt.token_ids) <= max_len:
+        return prompt
+    return Prompt(prompt.token_ids[-max_len:])
 
 
 def _checked(prompt: Prompt, param: str) -> Prompt:

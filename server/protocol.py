@@ -11,15 +11,17 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from pydantic_core import PydanticCustomError
 
 from engine.errors import RequestError
-from engine.sampling_params import MAX_STOPS
+from engine.sampling_params import MAX_LOGPROBS, MAX_STOPS
 
+REQUEST_ID_PATTERN = "^[!-~]{1,128}$"
 MAX_CHOICES = 128
 MAX_PROMPTS = 1024
 MAX_MESSAGES = 4096
 """Longer lists would hold up everybody else's streams while they are read."""
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARS = 1024
-MAX_TOP_LOGPROBS = 20
+MAX_BAD_WORDS = 128
+MAX_BAD_WORD_CHARS = 256
 MAX_COUNT = 2**53
 
 
@@ -117,6 +119,8 @@ class StreamOptions(BaseModel):
     continuous_usage_stats: bool | None = False
 
 
+NumLogprobs = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
+BadWord = Annotated[Text, Field(min_length=1, max_length=MAX_BAD_WORD_CHARS)]
 Count = Annotated[int, Field(ge=0, le=MAX_COUNT)]
 Label = Annotated[Text, Field(max_length=65536)]
 
@@ -175,12 +179,20 @@ class GenerationBody(_Body):
     logit_bias: dict[str, float] | None = None
     seed: int | None = None
     stop: Annotated[list[str], PlainValidator(_parse_stop, json_schema_input_type=str | list[str] | None)] = []
+    allowed_token_ids: Annotated[list[int], Field(min_length=1)] | None = None
+    bad_words: Annotated[list[BadWord], Field(max_length=MAX_BAD_WORDS)] | None = None
     stop_token_ids: Annotated[list[int], Field(max_length=MAX_STOPS)] | None = None
     ignore_eos: bool | None = False
     include_stop_str_in_output: bool | None = False
     skip_special_tokens: bool | None = True
     return_token_ids: bool | None = False
     cache_salt: Annotated[Text, Field(max_length=1024)] | None = None
+    prompt_logprobs: NumLogprobs | None = None
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1, le=MAX_COUNT)] | None = None
+    """The prompt's last so many tokens; -1: as many as leave room for the output."""
+    priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = 0
+    """Lower goes first."""
+    request_id: Annotated[Text, Field(pattern=REQUEST_ID_PATTERN)] | None = None
     kv_transfer_params: KVTransferBody | None = None
 
 
@@ -191,9 +203,9 @@ class CompletionBody(GenerationBody):
         list[str] | list[list[int]],
         PlainValidator(_parse_prompt, json_schema_input_type=str | list[str] | list[int] | list[list[int]]),
     ]
-    logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    logprobs: NumLogprobs | None = None
     echo: bool | None = False
-    best_of: int | None = None
+    best_of: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     add_special_tokens: bool | None = True
 
 
@@ -229,7 +241,7 @@ class ChatBody(GenerationBody, TemplateFields):
     messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES)]
     max_completion_tokens: int | None = None
     logprobs: bool | None = False
-    top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    top_logprobs: NumLogprobs | None = None
 
 
 class TokenizeBody(TemplateFields):
@@ -250,9 +262,7 @@ Neutral = Sequence[object]
 _UNSUPPORTED: dict[str, Neutral] = {
     name: (None, False, "", [], {}, 0)
     for name in (
-        "allowed_token_ids",
         "audio",
-        "bad_words",
         "chat_template",
         "documents",
         "echo",
@@ -261,20 +271,27 @@ _UNSUPPORTED: dict[str, Neutral] = {
         "guided_grammar",
         "guided_json",
         "guided_regex",
+        "guided_whitespace_pattern",
         "logits_processors",
         "prompt_embeds",
-        "prompt_logprobs",
+        "repetition_detection",
+        "return_tokens_as_token_ids",
         "structured_outputs",
         "suffix",
+        "thinking_token_budget",
         "tools",
-        "truncate_prompt_tokens",
         "use_beam_search",
+        "vllm_xargs",
     )
 } | {
+    "best_of": (None, 1),
     "function_call": (None, "none", "auto"),
     "modalities": (None, [], ["text"]),
     "response_format": (None, {"type": "text"}),
+    "reasoning_effort": (None, "none"),
     "tool_choice": (None, "none", "auto"),
+    "verbosity": (None, "medium"),
+    "web_search_options": (None,),
 }
 _UNSUPPORTED_IN_MESSAGE: dict[str, Neutral] = {
     name: (None, [], {}) for name in ("audio", "function_call", "refusal", "tool_calls")

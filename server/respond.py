@@ -3,6 +3,7 @@
 A streamed response starts with the first output, so that what fails before it still gets its own HTTP status.
 """
 
+import asyncio
 import logging
 
 from fastapi import Request, Response
@@ -34,7 +35,12 @@ async def respond(request: Request, answer: Answer, *, stream: bool) -> Response
             deltas = list(first)
             while more := await generation.next_deltas():
                 deltas += more
-    return Response(answer.whole(deltas), media_type="application/json")
+    if any(choice.prompt_logprobs for choice in answer.generation.choices):
+        # Twenty entries for each token of a long prompt: other requests' tokens go on meanwhile.
+        content = await asyncio.to_thread(answer.whole, deltas)
+    else:
+        content = answer.whole(deltas)
+    return Response(content, media_type="application/json")
 
 
 async def _first_deltas(request: Request, generation: Generation) -> list[Delta]:

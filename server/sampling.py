@@ -1,13 +1,15 @@
 """From a request body to `SamplingParams`: defaults, the room left for output, one seed per choice."""
 
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from engine.errors import RequestError
 from engine.sampling_params import MAX_SEED, SamplingParams, check_vocab
+from server.model_assets import ModelAssets
 from server.protocol import GenerationBody
+from server.tokenizer import Tokenizer
 
 _NO_BUDGET_YET = MAX_SEED
 _MAX_ID_DIGITS = 10
@@ -25,7 +27,7 @@ _FIELDS = (
 
 
 def base_sampling(
-    body: GenerationBody, defaults: Mapping[str, float], *, logprobs: int | None, vocab_size: int
+    body: GenerationBody, assets: ModelAssets, *, logprobs: int | None, prompt_logprobs: int | None
 ) -> SamplingParams:
     """What all choices share; `for_choice` adds the output budget.
 
@@ -33,19 +35,22 @@ def base_sampling(
     `RequestError` naming the field.
     """
     given = {name: value for name in _FIELDS if (value := getattr(body, name)) is not None}
-    values: dict[str, Any] = {**defaults, **given}
+    values: dict[str, Any] = {**assets.sampling_defaults, **given}
     if values.get("top_k") == -1:
         values["top_k"] = 0  # vLLM's older spelling of "off"
     sampling = SamplingParams(
         **values,
         max_tokens=_NO_BUDGET_YET,
         logit_bias=_logit_bias(body.logit_bias or {}),
+        allowed_token_ids=tuple(body.allowed_token_ids or ()),
+        bad_words=_bad_words(body.bad_words or (), assets.tokenizer),
         stop_token_ids=tuple(body.stop_token_ids or ()),
         ignore_eos=bool(body.ignore_eos),
         seed=secrets.randbelow(MAX_SEED) if body.seed is None else body.seed,
         logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
     )
-    check_vocab(sampling, vocab_size)
+    check_vocab(sampling, assets.vocab_size)
     return sampling
 
 
@@ -74,6 +79,19 @@ def output_budget(asked: int | None, default: int | None, num_prompt_tokens: int
             param="max_tokens",
         )
     return asked
+
+
+def _bad_words(words: Sequence[str], tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
+    """Each as it is spelled at the start of a text and, where a space makes it another token, after one."""
+    found: list[tuple[int, ...]] = []
+    for word in words:
+        bare, spaced = (tuple(tokenizer.encode(space + word.lstrip(), add_special_tokens=False)) for space in ("", " "))
+        if not bare:
+            raise RequestError(f"bad_words: {word!r} is no word", param="bad_words")
+        found.append(bare)
+        if len(spaced) == len(bare) and spaced[0] != bare[0]:
+            found.append(spaced)
+    return tuple(dict.fromkeys(found))
 
 
 def _logit_bias(biases: Mapping[str, float]) -> dict[int, float]:

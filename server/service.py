@@ -49,6 +49,7 @@ class Submission:
     jobs: Sequence[Job]
     options: OutputOptions
     cache_salt: str = ""
+    priority: int = 0
     kv_transfer_params: KVTransferParams | None = None
     """Only with a single job."""
 
@@ -138,6 +139,7 @@ class Service:
             token_ids=token_ids,
             sampling=job.sampling,
             cache_salt=submission.cache_salt,
+            priority=submission.priority,
             kv_transfer_params=submission.kv_transfer_params,
         )
 

@@ -42,6 +42,7 @@ def make_request(
     prompt: Sequence[int] | None = None,
     cache_salt: str = "",
     kv_transfer: object | None = None,
+    priority: int = 0,
     **sampling: object,
 ) -> Request:
     """A greedy request that does not stop by itself; its prompt differs from that of any other builder's request."""
@@ -55,6 +56,7 @@ def make_request(
         eos_token_ids=frozenset({EOS}),
         cache_salt=cache_salt,
         kv_transfer=kv_transfer,
+        priority=priority,
         arrival_time=100.0,
     )
 

@@ -13,7 +13,18 @@ class Oracle:
 
         self.model: Any = AutoModelForCausalLM.from_pretrained(directory, dtype="float32")
         self.model.eval()
+        self._logprobs: dict[tuple[int, ...], Any] = {}
         self._known: dict[tuple[tuple[int, ...], int], list[int]] = {}
+
+    def logprobs(self, token_ids: Sequence[int]) -> Any:
+        """`[len(token_ids), vocab_size]`: row i is about the token after `token_ids[i]`."""
+        import torch
+
+        key = tuple(token_ids)
+        if key not in self._logprobs:
+            with torch.inference_mode():
+                self._logprobs[key] = self.model(torch.tensor([list(key)])).logits[0].float().log_softmax(-1)
+        return self._logprobs[key]
 
     def greedy(self, prompt: Sequence[int], num_tokens: int) -> list[int]:
         """`num_tokens` output tokens; end tokens do not end it."""

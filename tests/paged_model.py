@@ -63,7 +63,8 @@ class PagedModel:
         """Computes the next tokens of each sequence in one forward; logits of every token, `[num_tokens, vocab]`."""
         requests = [sequence.share(num_tokens) for sequence, num_tokens in shares]
         inputs = build_forward_inputs(requests, self.kv_cache.layout, self.decoder.config.windows)
-        every_row = replace(inputs, sample_rows=torch.arange(len(inputs.token_ids)))
+        rows = torch.arange(len(inputs.token_ids))
+        every_row = replace(inputs, sample_rows=rows, output_rows=rows)
         logits = self.decoder.forward(every_row, self.kv_cache, hooks)
         for sequence, num_tokens in shares:
             sequence.num_computed += num_tokens

@@ -49,6 +49,8 @@ def reference_probs(logits, request):
     """Probabilities after every setting, token by token, in float64 Python."""
     sampling = request.sampling
     values = [float(value) for value in logits]
+    if sampling.allowed_token_ids:
+        values = [value if i in sampling.allowed_token_ids else -math.inf for i, value in enumerate(values)]
     for token, bias in sampling.logit_bias.items():
         values[token] += bias
     for token in request.banned_token_ids:
@@ -95,6 +97,8 @@ SETTINGS = [
     {"temperature": 1.0, "min_p": 0.1},
     {"temperature": 1.3, "top_k": 20, "top_p": 0.7, "min_p": 0.02},
     {"temperature": 1.0, "logit_bias": {0: 4.0, 96: -100.0}, "banned": (7, 8)},
+    {"temperature": 0, "allowed_token_ids": (3, 4, 90), "logit_bias": {5: 100.0}},
+    {"temperature": 1.0, "allowed_token_ids": tuple(range(0, 40, 3)), "banned": (3, 5), "top_p": 0.9},
     {"temperature": 1.0, "repetition_penalty": 1.7, **HISTORY},
     {"temperature": 1.0, "repetition_penalty": 0.6, "presence_penalty": 1.5, "frequency_penalty": -0.7, **HISTORY},
 ]

@@ -65,8 +65,10 @@ class Lives(RuleBasedStateMachine):
             }
         ),
         is_prefix_caching=st.booleans(),
+        has_priorities=st.booleans(),
     )
-    def begin(self, num_blocks: int, limits: dict[str, int], is_prefix_caching: bool) -> None:
+    def begin(self, num_blocks: int, limits: dict[str, int], is_prefix_caching: bool, has_priorities: bool) -> None:
+        self.has_priorities = has_priorities
         self.limits = limits
         self.max_num_tokens = min(num_blocks * BLOCK_SIZE, 40)
         self.connector = StubConnector()
@@ -90,9 +92,12 @@ class Lives(RuleBasedStateMachine):
         """Prompts of one family begin alike; the tail makes some of them differ in the middle of a block."""
         family, num_common, num_own = prompt
         own = [300 + len(self.requests)] * num_own
-        name = f"r{len(self.requests):03}"
         request = make_request(
-            prompt=[*range(family, family + num_common), *own], request_id=name, **fields, **sampling
+            prompt=[*range(family, family + num_common), *own],
+            request_id=f"r{len(self.requests):03}",
+            priority=len(self.requests) % 3 - 1 if self.has_priorities else 0,
+            **fields,
+            **sampling,
         )
         self.requests[request.request_id] = request
         return request

@@ -53,7 +53,7 @@ REFUSALS: dict[str, tuple[tuple[str, ...], dict[str, Any], int]] = {
     "several choices": (PATHS, {"n": 2}, 400),
     "several prompts": (PATHS[:1], {"prompt": ["a", "b"]}, 400),
     "stream options without a stream": (PATHS, {"stream": False, "stream_options": {}}, 400),
-    "echo with logprobs": (PATHS[:1], {"echo": True, "logprobs": 1}, 400),
+    "several to choose from": (PATHS[:1], {"best_of": 2}, 400),
 }
 
 

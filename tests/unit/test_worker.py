@@ -1,7 +1,6 @@
 """The worker's step: what is sampled, the order of the connector's calls, and what happens when the forward fails."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import pytest
 import torch
@@ -106,14 +105,14 @@ class TestExecute:
         self, tiny_model: MakeModel, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         shapes = []
-        forward = Decoder.forward
+        head = Decoder.head
 
-        def noting_forward(decoder: Decoder, *args: Any) -> torch.Tensor:
-            logits = forward(decoder, *args)
+        def noting_head(decoder: Decoder, hidden: torch.Tensor) -> torch.Tensor:
+            logits = head(decoder, hidden)
             shapes.append(logits.shape)
             return logits
 
-        monkeypatch.setattr(Decoder, "forward", noting_forward)
+        monkeypatch.setattr(Decoder, "head", noting_head)
         requests = [
             prompt_share("a", 20, first_block=3, sampling=None),
             prompt_share("b", 9, first_block=10),
