@@ -24,7 +24,7 @@ PROMPTS = (
     "한국어 문장입니다.",
     "1️⃣ 2️⃣ 🇫🇷 🇩🇪",
 )
-NUM_TOKENS = 16
+NUM_TOKENS = 12
 
 
 def ask(ring: UpRing, chat: bool, prompt: str, **fields: Any) -> tuple[str, str, Any]:
