@@ -66,7 +66,7 @@ class Choice:
         delta = Delta(self.index, finish_reason=output.finish_reason, stop_reason=output.stop_reason)
         delta.text = self._read(output)
         if delta.finish_reason is not None:
-            delta.text += self._stops.feed(self._detokenizer.flush()) + self._stops.flush()
+            delta.text += self._stops.flush()
         if self._stops.matched is not None:
             delta.finish_reason, delta.stop_reason = "stop", self._stops.matched
         if delta.text or delta.finish_reason is not None:
@@ -81,10 +81,8 @@ class Choice:
             self.num_tokens += 1
             self._held_tokens.append(token)
             if not (hides_last and position == len(output.tokens)):
-                text += self._checked(self._detokenizer.feed(token.token_id))
+                may_end = self.num_tokens >= self._options.min_tokens
+                text += self._stops.feed(self._detokenizer.feed(token.token_id), may_end=may_end)
             if self._stops.matched is not None:
                 break
         return text
-
-    def _checked(self, piece: str) -> str:
-        return self._stops.feed(piece) if self.num_tokens >= self._options.min_tokens else piece

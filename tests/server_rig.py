@@ -97,14 +97,14 @@ def config_digest() -> str:
         return ModelConfig.from_checkpoint(Path(directory)).digest()
 
 
-def write_model_directory(directory: Path, **generation_config: Any) -> Path:
-    """A checkpoint directory without weights."""
+def write_model_directory(directory: Path, tokenizer: str | None = None, **generation_config: Any) -> Path:
+    """A checkpoint directory without weights. `tokenizer`: another tokenizer.json than `tokenizer_json()`."""
     tokenizer_config = {
         "chat_template": CHAT_TEMPLATE,
         "eos_token": "<|im_end|>",
         "tokenizer_class": "PreTrainedTokenizerFast",
     }
-    (directory / "tokenizer.json").write_text(tokenizer_json())
+    (directory / "tokenizer.json").write_text(tokenizer or tokenizer_json())
     (directory / "tokenizer_config.json").write_text(json.dumps(tokenizer_config))
     (directory / "config.json").write_text(json.dumps(CONFIG))
     (directory / "generation_config.json").write_text(json.dumps(generation_config))
