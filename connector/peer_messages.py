@@ -38,6 +38,7 @@ from connector.identity import Count, ModelIdentity, Name, Text, TokenId
 from engine.errors import ErrorKind
 from engine.request import SampledToken
 from engine.sampling_params import SamplingParams
+from engine.trace import TraceContext
 
 Transport = Literal["shm", "zmq"]
 
@@ -108,6 +109,7 @@ class Prefill(_Message, frozen=True, tag=True, kw_only=True):
     end: Count
     block_ids: list[Count]
     """Block table of the request on the decode node, from position 0."""
+    trace: TraceContext | None = None
 
 
 class Pull(_Message, frozen=True, tag=True, kw_only=True):

@@ -36,7 +36,7 @@ async def _start(body: ChatBody, request: Request, service: Service) -> "ChatAns
     model = service.model_name(body.model)
     refuse_unsupported(body)
     check_leg(body)
-    max_model_len = service.admit()
+    max_model_len = service.admit(body.n or 1)
     num_top = _num_top_logprobs(body)
     options = answer_options(body, request.state.request_id, model, service.assets.tokenizer, num_top)
     prompt = await _read(body, service, max_model_len)

@@ -39,7 +39,7 @@ async def _start(body: CompletionBody, request: Request, service: Service) -> "C
     arrival = time.monotonic()
     model = service.model_name(body.model)
     _check(body)
-    max_model_len = service.admit()
+    max_model_len = service.admit(len(body.prompt) * (body.n or 1))
     prompts = await service.prompts.read_completion(body, max_model_len)
     options = answer_options(body, request.state.request_id, model, service.assets.tokenizer, body.logprobs)
     echoes = [_echo(prompt, options.tokenizer) if body.echo else "" for prompt in prompts]
