@@ -1,7 +1,4 @@
-"""API keys: where they come from, and the door in front of everything that costs work.
-
-The door is closed by default. Open are what probes, scrapers and people who look for a way in need, by exact path.
-"""
+"""API keys: where they come from, and which one opens."""
 
 import hmac
 import logging
@@ -11,18 +8,13 @@ from collections.abc import Sequence
 from hashlib import sha256
 from pathlib import Path
 
-from prometheus_client import Counter
-from starlette.types import ASGIApp, Receive, Scope, Send
-
 from engine.errors import ConfigError
-from server.http_errors import error_response
 from server.http_settings import AccessConfig
 
 logger = logging.getLogger(__name__)
 
 ENVIRONMENT_VARIABLE = "PDSERVE_API_KEY"
 """One key, or several with white space between them."""
-OPEN_PATHS = frozenset({"/health", "/ready", "/ping", "/version", "/metrics", "/docs", "/openapi.json"})
 MAX_KEY_LENGTH = 1024
 
 _KEY = re.compile(r"[\x21-\x7e]+")
@@ -81,24 +73,3 @@ def _checked(key: str, source: str) -> str:
 def _digest(key: bytes) -> bytes:
     # Of equal length, so that a comparison does not tell that of a key.
     return sha256(key).digest()
-
-
-class ApiKeyMiddleware:
-    """Refuses before anything of the body is read."""
-
-    def __init__(self, app: ASGIApp, *, keys: ApiKeys, num_refused: Counter) -> None:
-        self._app = app
-        self._keys = keys
-        self._num_refused = num_refused
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] in OPEN_PATHS or self._is_allowed(scope):
-            await self._app(scope, receive, send)
-            return
-        self._num_refused.inc()
-        response = error_response(401, "a valid API key is required: Authorization: Bearer KEY")
-        response.headers["www-authenticate"] = "Bearer"
-        await response(scope, receive, send)
-
-    def _is_allowed(self, scope: Scope) -> bool:
-        return self._keys.accept(dict(scope["headers"]).get(b"authorization", b""))

@@ -8,11 +8,11 @@ from fastapi import Depends, FastAPI, HTTPException, Request
 from fastapi.middleware.cors import CORSMiddleware
 
 from connector.link import Links
-from server.admission_gate import AdmissionMiddleware
-from server.api_keys import ApiKeyMiddleware, ApiKeys
+from server.api_keys import ApiKeys
 from server.body_limit import BodyLimitMiddleware
 from server.chat import chat_routes
 from server.completions import completion_routes
+from server.gates import AdmissionMiddleware, ApiKeyMiddleware
 from server.http_errors import BugMiddleware, install_error_handlers
 from server.http_settings import CorsConfig
 from server.info_routes import info_routes, package_version

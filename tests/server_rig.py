@@ -137,6 +137,7 @@ class FakeNode(LinkHandler):
         self.identity = make_identity()
         self.protocol_version = PROTOCOL_VERSION
         self.max_model_len = MAX_MODEL_LEN
+        self.max_num_seqs = 0
         self.ready, self.reason = True, ""
         self.ready_peers: list[str] = []
         self.load = NodeLoad()
@@ -181,6 +182,7 @@ class FakeNode(LinkHandler):
             model=self.identity,
             max_model_len=self.max_model_len,
             num_blocks=100,
+            max_num_seqs=self.max_num_seqs,
         )
 
     def pong(self, sequence: int) -> NodePong:
