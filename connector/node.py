@@ -133,6 +133,7 @@ class Node:
             model=self._identity.model,
             max_model_len=self._plan.max_model_len,
             num_blocks=self._plan.layout.num_blocks,
+            max_num_seqs=self._config.engine.scheduler.max_num_seqs,
         )
         return ServerLink(
             hello,
@@ -202,6 +203,7 @@ class Node:
             eos_token_ids=self._plan.model.eos_token_ids,
             cache_salt=message.cache_salt,
             priority=message.priority,
+            trace=message.trace,
             kv_transfer=self._transfer_of(message),
         )
 

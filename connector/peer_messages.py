@@ -41,6 +41,7 @@ from engine.errors import ErrorKind
 from engine.prompt_logprobs import PromptLogprobs
 from engine.request import SampledToken
 from engine.sampling_params import SamplingParams
+from engine.trace import TraceContext
 
 Transport = Literal["shm", "zmq"]
 
@@ -119,6 +120,7 @@ class Prefill(_Message, frozen=True, tag=True, kw_only=True):
     end: Count
     block_ids: list[Count]
     """Block table of the request on the decode node, from position 0."""
+    trace: TraceContext | None = None
 
 
 class Pull(_Message, frozen=True, tag=True, kw_only=True):

@@ -8,6 +8,7 @@ from typing import Literal
 from connector.transfer_settings import TransferSettings
 from engine.config import CacheConfig, DType, ModelOptions, SchedulerConfig
 from engine.errors import ConfigError
+from server.http_settings import AccessConfig, CorsConfig, LimitsConfig, TlsConfig
 
 LogLevel = Literal["debug", "info", "warning", "error"]
 
@@ -32,6 +33,10 @@ class UpConfig:
     """Port of the HTTP server; 0 picks a free one."""
     served_model_name: tuple[str, ...] = ()
     """Name that clients use; repeat for aliases. Default: the text of --model."""
+    access: AccessConfig = field(default_factory=AccessConfig)
+    tls: TlsConfig = field(default_factory=TlsConfig)
+    cors: CorsConfig = field(default_factory=CorsConfig)
+    limits: LimitsConfig = field(default_factory=LimitsConfig)
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     transfer: TransferSettings = field(default_factory=TransferSettings)
@@ -52,6 +57,7 @@ class UpConfig:
         _require(self.prefill_nodes >= 0, "--prefill-nodes", "must be >= 0", self.prefill_nodes)
         _require(self.decode_nodes >= 1, "--decode-nodes", "must be at least 1", self.decode_nodes)
         _require(0 <= self.port <= 65535, "--port", "must be in [0, 65535]", self.port)
+        _require(self.tls.ssl_ca_certs is None, "--ssl-ca-certs", "is for pdserve server alone", self.tls.ssl_ca_certs)
         if self.ready_file is not None:
             directory = self.ready_file.absolute().parent
             _require(

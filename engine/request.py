@@ -20,6 +20,7 @@ from enum import IntEnum
 from engine.errors import ErrorKind, InvalidTransition
 from engine.prompt_logprobs import PromptLogprobs, covered_end, follows
 from engine.sampling_params import SamplingParams
+from engine.trace import TraceContext
 
 
 class RequestState(IntEnum):
@@ -89,6 +90,7 @@ class Request:
     """False once it was preempted or a load of it failed: from then on it computes here."""
     kv_transfer: object | None = None
     """What the connector needs to know about this request: where to load from, or where to ship to."""
+    trace: TraceContext | None = None
     arrival_time: float = 0.0
 
     state: RequestState = RequestState.WAITING

@@ -37,7 +37,7 @@ async def _start(body: ChatBody, request: Request, service: Service) -> "ChatAns
     model = service.model_name(body.model)
     refuse_unsupported(body)
     check_leg(body)
-    max_model_len = service.admit()
+    max_model_len = service.admit(body.n or 1)
     num_top = _num_top_logprobs(body)
     request_id = adopt_request_id(request, body.request_id)
     options = answer_options(body, request_id, model, service.assets.tokenizer, num_top)

@@ -41,7 +41,7 @@ async def _start(body: CompletionBody, request: Request, service: Service) -> "C
     arrival = time.monotonic()
     model = service.model_name(body.model)
     _check(body)
-    max_model_len = service.admit()
+    max_model_len = service.admit(len(body.prompt) * max(body.n or 1, body.best_of or 1))
     kept = max_prompt_len(body.truncate_prompt_tokens, _max_tokens(body), max_model_len)
     prompts = await service.prompts.read_completion(body, max_model_len, kept)
     request_id = adopt_request_id(request, body.request_id)

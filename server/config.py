@@ -1,10 +1,11 @@
 """The server's settings: frozen, checked once, messages that name the flag. Flags are derived from these fields."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from connector.address import check_tcp_address
 from engine.errors import ConfigError
+from server.http_settings import AccessConfig, CorsConfig, LimitsConfig, TlsConfig
 
 LogLevel = Literal["debug", "info", "warning", "error"]
 
@@ -29,6 +30,10 @@ class ServerConfig:
     """Port to listen on; 0 picks a free one."""
     max_body_bytes: int = 16 << 20
     """Longest request body accepted."""
+    access: AccessConfig = field(default_factory=AccessConfig)
+    tls: TlsConfig = field(default_factory=TlsConfig)
+    cors: CorsConfig = field(default_factory=CorsConfig)
+    limits: LimitsConfig = field(default_factory=LimitsConfig)
     request_timeout: float = 600.0
     """Longest time from a request's arrival to its last token."""
     heartbeat_interval: float = 1.0

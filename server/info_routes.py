@@ -17,7 +17,9 @@ def info_routes(service: Service) -> APIRouter:
     router = APIRouter()
 
     @router.get("/health")
+    @router.head("/health")
     @router.get("/ping")
+    @router.head("/ping")
     @router.post("/ping")
     async def health() -> Response:
         """Liveness only: the process answers."""
@@ -36,6 +38,11 @@ def info_routes(service: Service) -> APIRouter:
     @router.get("/version")
     async def show_version() -> dict[str, str]:
         return {"version": package_version()}
+
+    @router.get("/load")
+    async def load() -> dict[str, int]:
+        """The requests for work that are under way here."""
+        return {"server_load": service.admission.num_requests}
 
     @router.get("/metrics")
     async def metrics() -> Response:
