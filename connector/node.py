@@ -107,7 +107,7 @@ class Node:
         """Closes everything that is open, in whatever state."""
         self._server_link.say_goodbye("shutting down")
         if self._parts is not None:
-            self._parts.engine.worker.shutdown()
+            self._parts.engine.shutdown()
         self._kv_links.close()
         self._links.close()
         self._admin.close()
@@ -168,7 +168,7 @@ class Node:
         buffer = self._memory.buffer if self._memory is not None else None
         connection = Connection(scheduler=connector.scheduler, worker=connector.worker, buffer=buffer)
         try:
-            engine = build_engine(self._plan, self._config.engine, connection, time.monotonic)
+            engine = build_engine(self._plan, self._config.engine, connection, time.monotonic, self._loop.wake)
         except LinkError as error:
             raise ConfigError(f"--prefill: {error}") from error
         worker = connector.worker if isinstance(connector.worker, P2PWorkerConnector) else None

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 
 from engine.errors import ErrorKind, InvalidTransition
+from engine.grammar_matcher import GrammarMatcher
 from engine.prompt_logprobs import PromptLogprobs, covered_end, follows
 from engine.sampling_params import SamplingParams
 from engine.trace import TraceContext
@@ -93,6 +94,8 @@ class Request:
     trace: TraceContext | None = None
     arrival_time: float = 0.0
 
+    matcher: GrammarMatcher | None = None
+    """Where the output stands in its grammar; set before the request runs."""
     state: RequestState = RequestState.WAITING
     output: list[SampledToken] = field(default_factory=list)
     prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)
