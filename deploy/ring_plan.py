@@ -30,6 +30,8 @@ def server_config(config: UpConfig, *, prefill: Sequence[str], decode: Sequence[
         prefill=tuple(prefill),
         host=config.host,
         port=config.port,
+        tool_call_parser=config.tool_call_parser,
+        trust_request_chat_template=config.trust_request_chat_template,
         log_level=config.log_level,
     )
 

@@ -32,6 +32,11 @@ class UpConfig:
     """Port of the HTTP server; 0 picks a free one."""
     served_model_name: tuple[str, ...] = ()
     """Name that clients use; repeat for aliases. Default: the text of --model."""
+    tool_call_parser: str = "auto"
+    """Format of the model's tool calls: auto (by the chat template and the vocabulary), hermes, llama3_json, mistral or
+    pythonic."""
+    trust_request_chat_template: bool = False
+    """Let requests bring a chat_template. Templates run in a sandbox, but they may run for long."""
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     transfer: TransferSettings = field(default_factory=TransferSettings)

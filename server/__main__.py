@@ -34,7 +34,7 @@ def run(config: ServerConfig) -> int:
     failpoints.arm_from_environment()
     parent = None if config.parent_fd is None else ParentLink(config.parent_fd)
     with bind(config.host, config.port) as listener:
-        service = Service(config, load_model_assets(resolve_model(config.model)))
+        service = Service(config, load_model_assets(resolve_model(config.model), config.tool_call_parser))
         links = ZmqLinks("server")
         try:
             _serve(service, links, listener, parent)

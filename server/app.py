@@ -11,10 +11,11 @@ from server.body_limit import BodyLimitMiddleware
 from server.chat import chat_routes
 from server.completions import completion_routes
 from server.http_errors import install_error_handlers
-from server.info_routes import info_routes, package_version
+from server.info_routes import info_routes
 from server.request_id import RequestIdMiddleware
 from server.service import Service
 from server.tokenize_routes import tokenize_routes
+from server.version import package_version
 
 logger = logging.getLogger(__name__)
 

@@ -41,7 +41,7 @@ async def _start(body: CompletionBody, request: Request, service: Service) -> "C
     _check(body)
     max_model_len = service.admit()
     prompts = await service.prompts.read_completion(body, max_model_len)
-    options = answer_options(body, request.state.request_id, model, service.assets.tokenizer, body.logprobs)
+    options = answer_options(body, request.state.request_id, model, service.assets, body.logprobs)
     echoes = [_echo(prompt, options.tokenizer) if body.echo else "" for prompt in prompts]
     submission = Submission(
         request_id=options.request_id,

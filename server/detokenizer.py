@@ -4,7 +4,7 @@ The pieces joined are the text of all tokens, less an unfinished character at th
 """
 
 import codecs
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 
 from tokenizers.decoders import DecodeStream
 
@@ -20,9 +20,20 @@ _INVALID_PREFIX = "Invalid prefix encountered"
 class Detokenizer:
     """One per sequence."""
 
-    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int] = (), *, skip_special_tokens: bool = True) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        prompt: Sequence[int] = (),
+        *,
+        skip_special_tokens: bool = True,
+        shown_special: Set[int] = frozenset(),
+    ) -> None:
+        """`shown_special`: ids of special tokens that are not skipped with the others."""
         self._tokenizer = tokenizer
-        self._skip_special = skip_special_tokens
+        self._hidden = tokenizer.special_ids - shown_special if skip_special_tokens else frozenset()
+        # The library skips all or none.
+        self._skips_itself = skip_special_tokens and bool(shown_special)
+        self._skip_special = skip_special_tokens and not shown_special
         # The end of the prompt decides whether the first token's text starts with a space.
         self._anchor = self._readable_end(prompt)
         self._pending: list[int] = []
@@ -30,6 +41,8 @@ class Detokenizer:
 
     def feed(self, token_id: int) -> str:
         """The text that became certain with this token."""
+        if self._skips_itself and token_id in self._hidden:
+            return ""
         self._pending.append(token_id)
         try:
             text: str | None = self._stream.step(self._tokenizer.file, token_id)
@@ -63,7 +76,7 @@ class Detokenizer:
         return text
 
     def _bytes_of(self, token_id: int) -> bytes:
-        if self._skip_special and token_id in self._tokenizer.special_ids:
+        if token_id in self._hidden:
             return b""
         return self._tokenizer.token_bytes(token_id)
 

@@ -1,4 +1,4 @@
-"""Hermes, Qwen, SmolLM: <tool_call>{"name": ..., "arguments": {...}}</tool_call>, or a list of calls within the tags."""
+"""Hermes, Qwen, SmolLM: <tool_call>{"name": ..., "arguments": {...}}</tool_call>, or a list of calls in the tags."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -11,6 +11,7 @@ END = "</tool_call>"
 
 class HermesToolParser(JsonToolParser):
     markers = ("<tool_call>",)
+    other_marks = (END,)
 
     def read_calls(self, marker: str) -> Reading[None]:
         source = self.source

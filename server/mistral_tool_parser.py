@@ -1,4 +1,4 @@
-"""Mistral: [TOOL_CALLS][{"name": ..., "arguments": {...}}, ...], or since its v11 [TOOL_CALLS]name[ARGS]{...} per call."""
+"""Mistral: [TOOL_CALLS][{"name": ..., "arguments": {...}}, ...], or newer: [TOOL_CALLS]name[ARGS]{...} per call."""
 
 import re
 import secrets
@@ -17,6 +17,7 @@ _ID_LENGTH = 9
 
 class MistralToolParser(JsonToolParser):
     markers = ("[TOOL_CALLS]",)
+    other_marks = ("[CALL_ID]", "[ARGS]")
 
     def new_call_id(self) -> str:
         return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(_ID_LENGTH))

@@ -13,6 +13,7 @@ from server.tool_parser import ToolParser
 _NAME_RUN = re.compile(r"[\w.-]+")
 _PLAIN_RUN = re.compile(r"[^\"'()\[\]{}]+")
 _STRINGS = {quote: re.compile(rf"(?:[^{quote}\\\n]|\\.)+", re.DOTALL) for quote in "\"'"}
+END = "<|python_end|>"
 _JSON_CONSTANTS = {"true": True, "false": False, "null": None}
 
 
@@ -20,6 +21,7 @@ class PythonicToolParser(ToolParser):
     """A call is announced once it is whole: its values must be translated to JSON."""
 
     markers = ("<|python_start|>",)
+    other_marks = (END,)
     openers = "["
 
     def read_calls(self, marker: str) -> Reading[None]:
@@ -35,7 +37,7 @@ class PythonicToolParser(ToolParser):
                 break
             yield from source.skip_space()
         yield from source.skip_space()
-        if (yield from source.accept("<|python_end|>", closes=True)):
+        if (yield from source.accept(END, closes=True)):
             yield from source.skip_space()
 
     @staticmethod

@@ -60,7 +60,7 @@ class Service:
         self.config = config
         self.assets = assets
         self.started_at = int(time.time())
-        self.prompts = PromptReader(assets)
+        self.prompts = PromptReader(assets, trusts_templates=config.trust_request_chat_template)
         self.metrics = Metrics(config.model_names[0])
         self.fleet = Fleet(config, self.metrics, assets.config_digest)
         self._is_draining = False

@@ -43,6 +43,8 @@ class ToolParser(ABC):
 
     markers: ClassVar[tuple[str, ...]] = ()
     """What calls begin with, anywhere in the text."""
+    other_marks: ClassVar[tuple[str, ...]] = ()
+    """What else marks something within calls."""
     openers: ClassVar[str] = ""
     """Characters that may begin calls without a marker, at the very start of the text."""
 
@@ -54,6 +56,11 @@ class ToolParser(ABC):
         self._pieces: list[Piece] = []
         self._prefixes = tuple(marker[:end] for marker in self.markers for end in range(1, len(marker)))
         self._reading = self.read_text()
+
+    @classmethod
+    def marks(cls) -> frozenset[str]:
+        """Everything that may be one token of the vocabulary and that the parser must see."""
+        return frozenset((*cls.markers, *cls.other_marks))
 
     def feed(self, text: str) -> list[Piece]:
         """What became certain with `text`."""
