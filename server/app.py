@@ -13,6 +13,7 @@ from server.completions import completion_routes
 from server.http_errors import install_error_handlers
 from server.info_routes import info_routes
 from server.request_id import RequestIdMiddleware
+from server.responses import responses_routes
 from server.service import Service
 from server.tokenize_routes import tokenize_routes
 from server.version import package_version
@@ -41,7 +42,12 @@ def create_app(service: Service, links: Links) -> FastAPI:
     app.add_middleware(RequestIdMiddleware)
     install_error_handlers(app, service)
     app.include_router(info_routes(service))
-    for router in (completion_routes(service), chat_routes(service), tokenize_routes(service)):
+    for router in (
+        completion_routes(service),
+        chat_routes(service),
+        responses_routes(service),
+        tokenize_routes(service),
+    ):
         app.include_router(router, dependencies=[Depends(_require_json)])
     return app
 

@@ -296,12 +296,13 @@ _UNSUPPORTED_IN_MESSAGE: dict[str, Neutral] = {name: (None, [], {}) for name in 
 
 def refuse_unsupported(body: _Body) -> None:
     """Raises `RequestError` for a field that we do not implement and that would change the answer."""
-    _refuse(body.model_extra, _UNSUPPORTED, "")
+    refuse_fields(body.model_extra, _UNSUPPORTED, "")
     for position, message in enumerate(getattr(body, "messages", None) or ()):
-        _refuse(message.model_extra, _UNSUPPORTED_IN_MESSAGE, f"messages.{position}.")
+        refuse_fields(message.model_extra, _UNSUPPORTED_IN_MESSAGE, f"messages.{position}.")
 
 
-def _refuse(extra: dict[str, Any] | None, unsupported: dict[str, Neutral], path: str) -> None:
+def refuse_fields(extra: dict[str, Any] | None, unsupported: dict[str, Neutral], path: str) -> None:
+    """Raises `RequestError` for the first field of `extra` with a value that is not neutral."""
     for name in (extra or {}).keys() & unsupported.keys():
         if (extra or {})[name] not in unsupported[name]:
             raise RequestError(f"{path}{name} is not supported by this server", param=path + name)

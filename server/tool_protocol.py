@@ -50,13 +50,16 @@ def _parse_arguments(value: Any) -> Any:
         raise PydanticCustomError("json_text", "Input should be a JSON object as text") from error
 
 
+ArgumentsField = Annotated[JsonObject, BeforeValidator(_parse_arguments, json_schema_input_type=str)]
+
+
 class CalledFunction(BaseModel):
     """What an assistant called."""
 
     model_config = ConfigDict(strict=True)
 
     name: FunctionName
-    arguments: Annotated[JsonObject, BeforeValidator(_parse_arguments, json_schema_input_type=str)]
+    arguments: ArgumentsField
 
 
 class ToolCallBody(BaseModel):
@@ -81,10 +84,10 @@ class ToolChoice:
     """The function that must be called, where one is named."""
 
 
-def _parse_tool_choice(value: Any) -> ToolChoice | None:
+def parse_tool_choice(value: Any) -> ToolChoice | None:
     match value:
-        case None:
-            return None
+        case None | ToolChoice():
+            return value
         case "none" | "auto" | "required":
             return ToolChoice(value)
         case {"type": "function", "function": {"name": str(name)}}:
@@ -96,5 +99,5 @@ def _parse_tool_choice(value: Any) -> ToolChoice | None:
 ToolList = Annotated[list[ToolBody], Field(max_length=MAX_TOOLS)]
 ToolCallList = Annotated[list[ToolCallBody], Field(max_length=MAX_TOOL_CALLS)]
 ToolChoiceField = Annotated[
-    ToolChoice | None, PlainValidator(_parse_tool_choice, json_schema_input_type=str | dict[str, Any] | None)
+    ToolChoice | None, PlainValidator(parse_tool_choice, json_schema_input_type=str | dict[str, Any] | None)
 ]
