@@ -42,13 +42,8 @@ def create_app(service: Service, links: Links) -> FastAPI:
     app.add_middleware(RequestIdMiddleware)
     install_error_handlers(app, service)
     app.include_router(info_routes(service))
-    for router in (
-        completion_routes(service),
-        chat_routes(service),
-        responses_routes(service),
-        tokenize_routes(service),
-    ):
-        app.include_router(router, dependencies=[Depends(_require_json)])
+    for routes in (completion_routes, chat_routes, responses_routes, tokenize_routes):
+        app.include_router(routes(service), dependencies=[Depends(_require_json)])
     return app
 
 

@@ -30,10 +30,11 @@ def responses_routes(service: Service) -> APIRouter:
 
     @router.post("/v1/responses")
     async def create_response(body: ResponsesBody, request: Request) -> Response:
-        with service.released_on_failure(leg_of(body)), own_names():
+        with service.released_on_failure(leg_of(body)):
             refuse_foreign(body)
             refuse_unsupported(body)
-            started = await start_chat(chat_of(body), request, service)
+            with own_names():
+                started = await start_chat(chat_of(body), request, service)
             reply = ResponsesReply(body, started, service.assets.sampling_defaults)
         return await respond(request, reply, stream=bool(body.stream))
 
@@ -52,10 +53,8 @@ class ResponsesReply:
         self._fixed = _fixed_fields(body, started, sampling_defaults)
 
     def opening(self) -> bytes:
-        return self._sent(
-            {"type": f"response.{kind}", "response": self._response("in_progress")}
-            for kind in ("created", "in_progress")
-        )
+        response = self._response("in_progress")
+        return self._sent({"type": f"response.{kind}", "response": response} for kind in ("created", "in_progress"))
 
     def events(self, deltas: Sequence[Delta]) -> bytes:
         return b"".join(self._sent(self._take(delta)) for delta in deltas)

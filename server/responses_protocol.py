@@ -10,7 +10,7 @@ from pydantic_core import PydanticCustomError
 
 from engine.errors import RequestError
 from server.protocol import MAX_MESSAGES, ChatBody, CompletionBody, GenerationBody, Neutral, refuse_fields
-from server.tool_protocol import MAX_TOOLS, ArgumentsField, FunctionBody, FunctionName, ToolChoice, parse_tool_choice
+from server.tool_protocol import MAX_TOOLS, ArgumentsField, FunctionName, ToolChoice, parse_tool_choice
 from server.unicode_text import JsonObject, Text
 
 _TEXT_PARTS = ("input_text", "output_text", "text")
@@ -78,10 +78,16 @@ def _as_items(value: Any) -> Any:
     return [{"role": "user", "content": value}] if isinstance(value, str) else value
 
 
-class FlatToolBody(FunctionBody):
+class FlatToolBody(BaseModel):
     """A function, as this endpoint has it: without the object around it."""
 
+    model_config = ConfigDict(strict=True)
+
     type: Literal["function"]
+    name: FunctionName
+    description: Text | None = None
+    parameters: JsonObject | None = None
+    strict: bool | None = None
 
 
 def _parse_tool_choice(value: Any) -> ToolChoice | None:

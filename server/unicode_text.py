@@ -1,8 +1,8 @@
 """Text and JSON of request bodies that can be tokenized and sent back."""
 
-import json
 from typing import Annotated, Any
 
+import orjson
 from pydantic import AfterValidator, StrictStr
 from pydantic_core import PydanticCustomError
 
@@ -16,11 +16,10 @@ def check_unicode(text: str) -> str:
 
 def _check_object(value: dict[str, Any]) -> dict[str, Any]:
     try:
-        json.dumps(value, ensure_ascii=False).encode()
-    except UnicodeEncodeError as error:
-        raise PydanticCustomError("string_unicode", "Input should be valid Unicode text") from error
-    except RecursionError as error:
-        raise PydanticCustomError("too_deep", "Input should not be nested so deeply") from error
+        orjson.dumps(value)
+    except TypeError as error:
+        # Half of a surrogate pair, an integer of more than 64 bits, or a nesting that nobody means.
+        raise PydanticCustomError("json_object", "Input cannot be sent as JSON: {why}", {"why": str(error)}) from error
     return value
 
 
