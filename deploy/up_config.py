@@ -8,6 +8,7 @@ from typing import Literal
 from connector.transfer_settings import TransferSettings
 from engine.config import CacheConfig, DType, ModelOptions, SchedulerConfig
 from engine.errors import ConfigError
+from server.tool_parsers import check_tool_parser
 
 LogLevel = Literal["debug", "info", "warning", "error"]
 
@@ -62,6 +63,7 @@ class UpConfig:
             _require(
                 os.access(directory, os.W_OK), "--ready-file", "must be in a directory that can be written", directory
             )
+        check_tool_parser(self.tool_call_parser)
         _require(self.start_timeout > 0, "--start-timeout", "must be > 0", self.start_timeout)
         _require(
             self.num_threads is None or self.num_threads >= 1, "--num-threads", "must be at least 1", self.num_threads

@@ -5,7 +5,7 @@ from typing import Literal
 
 from connector.address import check_tcp_address
 from engine.errors import ConfigError
-from server.tool_parsers import AUTO, tool_parser_named
+from server.tool_parsers import check_tool_parser
 
 LogLevel = Literal["debug", "info", "warning", "error"]
 
@@ -53,8 +53,7 @@ class ServerConfig:
         _require(all(self.served_model_name), "--served-model-name", "must not be empty", self.served_model_name)
         _require(0 <= self.port <= 65535, "--port", "must be in [0, 65535]", self.port)
         _require(self.max_body_bytes >= 1, "--max-body-bytes", "must be at least 1", self.max_body_bytes)
-        if self.tool_call_parser != AUTO:
-            tool_parser_named(self.tool_call_parser)
+        check_tool_parser(self.tool_call_parser)
         self._check_addresses()
         self._check_durations()
 

@@ -25,20 +25,20 @@ _SIGNS = {
 """What only templates or vocabularies of one format contain."""
 
 
-def tool_parser_named(name: str) -> type[ToolParser]:
+def check_tool_parser(name: str) -> None:
     """Raises `ConfigError` that lists the known names."""
-    if name not in TOOL_PARSERS:
+    if name not in (AUTO, *TOOL_PARSERS):
         known = ", ".join([AUTO, *sorted(TOOL_PARSERS)])
         raise ConfigError(f"--tool-call-parser must be one of {known}, got {name}")
-    return TOOL_PARSERS[name]
 
 
 def choose_tool_parser(name: str, template: str, tokens: Collection[str]) -> type[ToolParser]:
     """The parser for `--tool-call-parser`; `auto` goes by the chat template, then by the vocabulary, then takes Hermes'
     format, which models without one of their own are asked for.
     """
+    check_tool_parser(name)
     if name != AUTO:
-        return tool_parser_named(name)
+        return TOOL_PARSERS[name]
     by_template = (TOOL_PARSERS[known] for sign, known in _SIGNS.items() if sign in template)
     by_tokens = (TOOL_PARSERS[known] for sign, known in _SIGNS.items() if sign in tokens)
     return next(by_template, None) or next(by_tokens, HermesToolParser)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from engine.errors import ConfigError
 from server.forced_tool_parser import NamedToolParser, RequiredToolParser
 from server.tool_parser import CallArguments, CallStart, Piece, ToolParser
-from server.tool_parsers import TOOL_PARSERS, choose_tool_parser, tool_parser_named
+from server.tool_parsers import TOOL_PARSERS, choose_tool_parser
 
 NAMES = ("get_weather", "add", "f")
 ALL: dict[str, type[ToolParser]] = {**TOOL_PARSERS, "required": RequiredToolParser, "named": NamedToolParser}
@@ -229,4 +229,4 @@ def test_auto_goes_by_the_template_then_by_the_vocabulary(
 
 def test_an_unknown_parser_is_told_the_known_ones() -> None:
     with pytest.raises(ConfigError, match="--tool-call-parser must be one of auto, hermes, llama3_json, mistral, pyth"):
-        tool_parser_named("nope")
+        choose_tool_parser("nope", "", ())
