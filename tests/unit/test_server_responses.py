@@ -301,7 +301,8 @@ def test_neutral_fields(node: FakeNode, server: RunningServer) -> None:
     create(
         server, background=False, previous_response_id=None, include=["reasoning.encrypted_content"],
         truncation="disabled", reasoning={"effort": None, "summary": None}, tools=[],
-        text={"format": {"type": "text"}, "verbosity": "medium"}, stream_options=None, service_tier="auto", user="me", store=False, frobnicate=1, seed=3, top_k=4,
+        text={"format": {"type": "text"}, "verbosity": "medium"}, stream_options=None, service_tier="auto",
+        user="me", store=False, frobnicate=1, seed=3, top_k=4,
     )  # fmt: skip
     assert (node.generates[0].sampling.seed, node.generates[0].sampling.top_k) == (3, 4)
 
