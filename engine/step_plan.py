@@ -1,5 +1,7 @@
 """One scheduling pass in the making: what is left of the token budget, and who got a share."""
 
+from collections.abc import Sequence
+
 from engine.batch import ScheduledRequest
 from engine.grammar_matcher import without_needless_bans
 from engine.prompt_logprobs import WantedLogprobs

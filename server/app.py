@@ -15,10 +15,12 @@ from server.completions import completion_routes
 from server.gates import AdmissionMiddleware, ApiKeyMiddleware
 from server.http_errors import BugMiddleware, install_error_handlers
 from server.http_settings import CorsConfig
-from server.info_routes import info_routes, package_version
+from server.info_routes import info_routes
 from server.request_id import RequestIdMiddleware
+from server.responses import responses_routes
 from server.service import Service
 from server.tokenize_routes import tokenize_routes
+from server.version import package_version
 
 logger = logging.getLogger(__name__)
 
@@ -32,6 +34,7 @@ def create_app(service: Service, links: Links, keys: ApiKeys | None = None) -> F
         service.fleet.start(links)
         yield
         await service.fleet.stop()
+        service.grammars.close()
 
     app = FastAPI(
         title="pdserve",
@@ -44,8 +47,8 @@ def create_app(service: Service, links: Links, keys: ApiKeys | None = None) -> F
     _add_middleware(app, service, keys)
     install_error_handlers(app, service)
     app.include_router(info_routes(service))
-    for router in (completion_routes(service), chat_routes(service), tokenize_routes(service)):
-        app.include_router(router, dependencies=[Depends(_require_json)])
+    for routes in (completion_routes, chat_routes, responses_routes, tokenize_routes):
+        app.include_router(routes(service), dependencies=[Depends(_require_json)])
     return app
 
 

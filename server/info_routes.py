@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from dataclasses import asdict
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from fastapi import APIRouter, Response
@@ -11,6 +10,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 
 from server.http_errors import RETRY_AFTER_SECONDS
 from server.service import Service
+from server.version import package_version
 
 
 def info_routes(service: Service) -> APIRouter:
@@ -58,13 +58,6 @@ def info_routes(service: Service) -> APIRouter:
         return next(card for card in _cards(service) if card["id"] == name)
 
     return router
-
-
-def package_version() -> str:
-    try:
-        return version("pdserve")
-    except PackageNotFoundError:
-        return "unknown"
 
 
 def _cards(service: Service) -> Iterator[dict[str, Any]]:

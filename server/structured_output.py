@@ -1,64 +1,19 @@
-"""What a request asks of the shape of its output: OpenAI's `response_format`, vLLM's `structured_outputs`, and its
-older `guided_` fields. All become a `Grammar`, which is checked here, before any node hears of the request."""
+"""From the fields that shape an output to a `Grammar`, checked before any node hears of the request."""
 
 import asyncio
 import json
 from collections import OrderedDict
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import Annotated, Any, Literal
-
-from pydantic import BaseModel, ConfigDict, Field
+from typing import Any
 
 from engine.errors import RequestError
 from engine.grammar import Grammar, GrammarError, GrammarKind
 from engine.grammar_source import check_grammar
+from server.structured_protocol import StructuredFields, StructuredOutputs
 
 MAX_CHECKED = 1024
 ANY_OBJECT = '{"type":"object"}'
-Schema = dict[str, Any] | str
-
-
-class JsonSchemaFormat(BaseModel):
-    """A schema with its name. `strict` changes nothing: the output always follows the schema."""
-
-    model_config = ConfigDict(strict=True, extra="allow", populate_by_name=True)
-
-    name: str | None = None
-    description: str | None = None
-    strict: bool | None = None
-    json_schema: Annotated[dict[str, Any], Field(alias="schema")]
-
-
-class ResponseFormat(BaseModel):
-    """OpenAI's field of this name."""
-
-    model_config = ConfigDict(strict=True, extra="allow")
-
-    type: Literal["text", "json_object", "json_schema"]
-    json_schema: JsonSchemaFormat | None = None
-
-
-class StructuredOutputs(BaseModel):
-    """vLLM's field of this name; exactly one of these."""
-
-    model_config = ConfigDict(strict=True, extra="forbid", populate_by_name=True)
-
-    json_schema: Annotated[Schema | None, Field(alias="json")] = None
-    json_object: bool | None = None
-    regex: str | None = None
-    choice: list[str] | None = None
-    grammar: str | None = None
-
-
-class StructuredFields(BaseModel):
-    """The fields of a completion that shape its output. At most one of them has a say."""
-
-    response_format: ResponseFormat | None = None
-    structured_outputs: StructuredOutputs | None = None
-    guided_json: Schema | None = None
-    guided_regex: str | None = None
-    guided_choice: list[str] | None = None
-    guided_grammar: str | None = None
 
 
 class GrammarChecker:
@@ -78,6 +33,10 @@ class GrammarChecker:
             raise RequestError(f"{first} and {second} exclude each other", param=second)
         ((param, (kind, text)),) = wanted.items()
         return await self.checked(kind, text, param)
+
+    async def read_schema(self, schema: Mapping[str, Any], param: str) -> Grammar:
+        """Raises `RequestError` naming `param`."""
+        return await self.checked("json_schema", _text(schema), param)
 
     async def checked(self, kind: GrammarKind, text: str, param: str) -> Grammar:
         """Raises `RequestError` naming `param`, with the compiler's reason."""
