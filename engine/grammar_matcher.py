@@ -10,10 +10,14 @@ from engine.grammar import GrammarError
 class GrammarMatcher:
     """Belongs to the engine's thread. Replaying a request's output on another node leads to the same place."""
 
-    def __init__(self, compiled: LLMatcher, vocab_size: int) -> None:
-        """`compiled` stands at the beginning, and stays there."""
-        self._matcher = compiled.deep_copy()
+    def __init__(self, matcher: LLMatcher, vocab_size: int) -> None:
+        self._matcher = matcher
+        self._vocab_size = vocab_size
         self._num_bytes = -(-vocab_size // 8)
+
+    def copy(self) -> "GrammarMatcher":
+        """One of its own, at the same place."""
+        return GrammarMatcher(self._matcher.deep_copy(), self._vocab_size)
 
     def mask(self) -> bytes:
         """One bit for each token of the vocabulary, lowest first; set where the token may come next.
@@ -41,6 +45,8 @@ class GrammarMatcher:
 
 def without_needless_bans(mask: bytes, banned_token_ids: Sequence[int]) -> Sequence[int]:
     """No bans where they would leave nothing to sample: the grammar comes first."""
+    if not banned_token_ids:
+        return ()
     allowed = int.from_bytes(mask, "little")
     for token_id in banned_token_ids:
         allowed &= ~(1 << token_id)
