@@ -8,7 +8,12 @@ from llguidance.gbnf_to_lark import any_to_lark
 
 from engine.grammar import Grammar, GrammarError
 
-_JSON_OPTIONS: dict[str, Any] = {"whitespace_flexible": True, "whitespace_pattern": " ?", "lenient": False}
+_JSON_OPTIONS: dict[str, Any] = {
+    "whitespace_flexible": False,
+    "item_separator": ", ?",
+    "key_separator": ": ?",
+    "lenient": False,
+}
 
 
 def source_of(grammar: Grammar) -> str:
