@@ -19,6 +19,7 @@ from connector.kv_unit import copy_unit, gather_unit, unit_num_bytes
 from connector.leases import Lease, LeaseError, LeaseTable
 from connector.link import Frame
 from connector.peer_messages import (
+    FirstToken,
     FromPrefill,
     PeerHello,
     Prefill,
@@ -85,6 +86,8 @@ class Shipping:
 
     epoch: str
     send: Callable[[Sequence[Frame]], None]
+    send_by_express: Callable[[bytes, Sequence[Frame]], None]
+    """Over another connection, named first."""
     on_closed: Callable[[OutgoingTransfer], None]
     """Told each transfer that is over; called in the peer's thread."""
     counters: SenderCounters
@@ -106,10 +109,13 @@ class DecodePeer:
         self.epoch = hello.epoch
         self.last_heard = shipping.clock()
         self.transfers: dict[str, OutgoingTransfer] = {}
+        self.express: bytes | None = None
+        """The connection for what must not wait behind KV, once it stands."""
         self._memory = memory
         self._kv_caches = kv_caches
         self._own_epoch = shipping.epoch
         self._send = shipping.send
+        self._send_by_express = shipping.send_by_express
         self._on_closed = shipping.on_closed
         self._counters = shipping.counters
         self._leases = shipping.leases
@@ -139,6 +145,17 @@ class DecodePeer:
     def say(self, message: FromPrefill) -> None:
         """At once, ahead of units that wait in the queue."""
         self._send([encode(message)])
+
+    def say_twice(self, message: FirstToken) -> None:
+        """In its order, and, where the second connection stands, ahead of KV that is under way."""
+        if (express := self.express) is not None:
+            self._send_by_express(express, [encode(message)])
+        self.say(message)
+
+    def lose_express(self, express: bytes) -> None:
+        """Does nothing if it is not ours."""
+        if self.express == express:
+            self.express = None
 
     def end(self, transfer: OutgoingTransfer, message: FromPrefill) -> None:
         """`message` follows the last unit; after it nothing of the transfer is read or sent."""

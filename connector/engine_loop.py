@@ -57,6 +57,8 @@ class EngineLoop:
         return self._deadline is not None
 
     def submit(self, request: Request) -> None:
+        if request.trace is not None:
+            logger.info("request %s is of trace %s", request.request_id, request.trace.trace_id)
         request.arrival_time = self._clock()
         self._inbox.put(_Add(request))
 
@@ -71,6 +73,7 @@ class EngineLoop:
                 eos_token_ids=frozenset(grant.eos_token_ids),
                 cache_salt=grant.cache_salt,
                 priority=grant.priority,
+                trace=grant.trace,
                 kv_transfer=ShipKV(grant.start, grant.end, grant.wants_first_token),
             )
         )

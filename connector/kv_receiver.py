@@ -22,12 +22,11 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 import torch
-import xxhash
 from msgspec.structs import replace
 
 from connector import failpoints
 from connector.incoming_transfer import IncomingTransfer
-from connector.kv_unit import scatter_unit, unit_num_bytes
+from connector.kv_intake import KVIntake
 from connector.link import Links
 from connector.loads import FinishedLoads, LoadOrder, OpenLoad, ReceiverCounters, result_of
 from connector.p2p_scheduler import PullKV
@@ -47,7 +46,8 @@ from connector.peer_messages import (
     TransferFailed,
     Unit,
 )
-from connector.prefill_peer import PeerState, PrefillPeer
+from connector.peer_table import PeerTable
+from connector.prefill_peer import PrefillPeer
 from connector.quarantine import Quarantine
 from connector.quarantine import is_fenced as peer_is_fenced
 from connector.transfer_settings import TransferSettings
@@ -77,14 +77,14 @@ class KVReceiver:
     ) -> None:
         self.counters = ReceiverCounters()
         self.recent: deque[IncomingTransfer] = deque(maxlen=NUM_RECENT_TRANSFERS)
-        self.peers: list[PrefillPeer] = []
+        self.peers = PeerTable(hello, settings.peer_timeout, self, clock)
         self.layer_seconds = 0.0
         """How long the node's forward takes for one layer, as measured last."""
-        self._hello = hello
+        self._epoch = hello.epoch
         self._settings = settings
         self._notify = notify
         self._clock = clock
-        self._kv_caches: Sequence[torch.Tensor] = ()
+        self._intake = KVIntake((), self.counters)
         self._open: dict[str, OpenLoad] = {}
         self._by_request: dict[str, str] = {}
         self._awaited: dict[str, str] = {}
@@ -95,30 +95,27 @@ class KVReceiver:
         self._num_minted = 0
 
     def start(self, kv_caches: Sequence[torch.Tensor], links: Links, addresses: Sequence[str]) -> None:
-        self._kv_caches = kv_caches
-        for address in addresses:
-            self.peers.append(PrefillPeer(address, self._hello, self._settings.peer_timeout, self, self._clock))
-            self.peers[-1].dial(links)
+        self._intake = KVIntake(kv_caches, self.counters)
+        self.peers.dial(links, addresses)
         links.every(self._settings.heartbeat_interval, self.tick)
 
     def close(self) -> None:
-        for peer in self.peers:
-            peer.close()
+        self.peers.close()
 
     # The engine's side
 
     def ready_peers(self) -> list[str]:
-        return [peer.name for peer in self.peers if peer.state is PeerState.READY]
+        return self.peers.ready_names()
 
     def has_ready_peer(self, candidates: Sequence[str]) -> bool:
-        return self._pick(candidates, frozenset()) is not None
+        return self.peers.pick(candidates) is not None
 
     def start_load(self, order: LoadOrder) -> None:
         """Sends the grant to the first candidate that is ready; a named failure if none is."""
         with self._changed:
             if isinstance(order.grant, Pull):
                 self._awaited.pop(order.grant.lease_id, None)
-            peer = self._pick(order.candidates, frozenset(), order.epoch)
+            peer = self.peers.pick(order.candidates, epoch=order.epoch)
             if peer is not None:
                 self._grant(order, order.grant, peer, frozenset())
             else:
@@ -134,14 +131,14 @@ class KVReceiver:
         """Nobody will pull this."""
         with self._changed:
             self._awaited.pop(source.lease_id, None)
-            peer = self._pick((source.peer,), frozenset(), source.epoch)
+            peer = self.peers.pick((source.peer,), epoch=source.epoch)
             if peer is not None:
                 peer.send(ReleaseLease(lease_id=source.lease_id))
 
     def mint_transfer_id(self) -> str:
         """Unique over all nodes and restarts: the epoch is."""
         self._num_minted += 1
-        return f"{self._hello.epoch}-{self._num_minted}"
+        return f"{self._epoch}-{self._num_minted}"
 
     def cancel(self, request_id: str) -> None:
         """The request is over. Its id comes out of `take_finished` as closed once its blocks are out of reach."""
@@ -241,32 +238,19 @@ class KVReceiver:
 
     def _take_in(self, opened: OpenLoad, unit: Unit, payload: Sequence[memoryview]) -> None:
         transfer = opened.transfer
-        problem = self._check(transfer, unit, payload)
+        problem = self._intake.take(transfer, unit, payload, self._clock())
         if problem is not None:
             reason = f"prefill node {opened.peer.name}, layer {unit.layer}, [{unit.start}, {unit.end}): {problem}"
             self._fail(opened, ErrorKind.KV_LOAD_FAILED, reason)
             return
-        if payload:
-            data = torch.frombuffer(payload[0], dtype=torch.uint8)
-            scatter_unit(self._kv_caches[unit.layer], transfer.block_ids, unit.start, unit.end, data)
-        transfer.add(unit.layer, unit.start, unit.end, self._clock())
-        transfer.count(unit.num_bytes, self._clock())
-        self.counters.num_units += 1
-        self.counters.num_bytes += unit.num_bytes
         self._changed.notify_all()
         self._finish_if_complete(opened)
         self._admit_early(opened)
 
-    def _check(self, transfer: IncomingTransfer, unit: Unit, payload: Sequence[memoryview]) -> str | None:
-        if not transfer.fits(unit.layer, unit.start, unit.end):
-            return "outside of what was granted"
-        expected = unit_num_bytes(self._kv_caches[unit.layer], unit.start, unit.end)
-        if unit.num_bytes != expected or (payload and payload[0].nbytes != expected):
-            return f"{payload[0].nbytes if payload else unit.num_bytes} bytes instead of {expected}"
-        if payload and xxhash.xxh3_64_digest(payload[0]) != unit.digest:
-            self.counters.num_digest_mismatches += 1
-            return "the digest does not match"
-        return None
+    def peer_first_token(self, peer: PrefillPeer, message: FirstToken) -> None:
+        with self._changed:
+            if (opened := self._find(peer, message.transfer_id, message.epoch)) is not None:
+                self._take_first_token(opened, message)
 
     def _on_prompt_piece(self, peer: PrefillPeer, piece: PromptPiece) -> None:
         with self._changed:
@@ -280,9 +264,14 @@ class KVReceiver:
             opened = self._find(peer, message.transfer_id, message.epoch)
             if opened is None:
                 self.counters.num_late_units += 1
-                return
-            opened.transfer.first_token = message
-            opened.transfer.last_progress = opened.transfer.first_token_at = self._clock()
+            else:
+                self._take_first_token(opened, message)
+
+    def _take_first_token(self, opened: OpenLoad, message: FirstToken) -> None:
+        transfer = opened.transfer
+        transfer.last_progress = self._clock()
+        if transfer.first_token is None:
+            transfer.first_token, transfer.first_token_at = message, self._clock()
             self._admit_early(opened)
 
     def _admit_early(self, opened: OpenLoad) -> None:
@@ -352,13 +341,8 @@ class KVReceiver:
 
     # Under the lock
 
-    def _pick(self, candidates: Sequence[str], tried: frozenset[str], epoch: str | None = None) -> PrefillPeer | None:
-        ready = {peer.name: peer for peer in self.peers if peer.state is PeerState.READY and peer.name not in tried}
-        found = next((ready[name] for name in candidates or ready if name in ready), None)
-        return found if found is not None and epoch in (None, found.epoch) else None
-
     def _nobody_for(self, order: LoadOrder) -> LoadFailure:
-        states = ", ".join(f"{p.name}: {p.reason or p.state.value}" for p in self.peers)
+        states = self.peers.describe()
         if isinstance(order.grant, Pull):
             reason = f"the holder of the KV, {order.candidates[0]}, is not there in the same epoch ({states})"
             return LoadFailure(kind=ErrorKind.KV_LOAD_FAILED, reason=reason)
@@ -375,7 +359,7 @@ class KVReceiver:
             start=grant.start,
             end=grant.end,
             block_ids=grant.block_ids,
-            num_layers=len(self._kv_caches),
+            num_layers=self._intake.num_layers,
             granted_at=self._clock(),
         )
         self._open[grant.transfer_id] = OpenLoad(order, transfer, peer, peer.epoch, tried | {peer.name})
@@ -385,7 +369,7 @@ class KVReceiver:
 
     def _grant_again(self, opened: OpenLoad, num_valid_tokens: int) -> bool:
         """Has the next candidate supply what is missing. False if there is none."""
-        peer = self._pick(opened.order.candidates, opened.tried)
+        peer = self.peers.pick(opened.order.candidates, opened.tried)
         if peer is None or isinstance(opened.order.grant, Pull):
             return False
         start = min(num_valid_tokens, opened.transfer.end - 1)

@@ -27,6 +27,7 @@ from connector.link import Endpoint, Frame, Links
 from connector.peer_messages import (
     CancelTransfer,
     Credit,
+    ExpressHello,
     FirstToken,
     FromDecode,
     PeerHello,
@@ -135,7 +136,9 @@ class KVSender:
                 if not (failpoints.armed and failpoints.hit("prefill.before_prompt_piece")):
                     peer.say(PromptPiece(transfer_id=request_id, epoch=epoch, logprobs=piece))
             if not (failpoints.armed and failpoints.hit("prefill.before_first_token")):
-                peer.say(
+                # A first token must not overtake the pieces of what belongs before it.
+                say = peer.say if prompt_logprobs else peer.say_twice
+                say(
                     FirstToken(
                         transfer_id=request_id, epoch=epoch, token=first_token, num_cached_tokens=num_cached_tokens
                     )
@@ -164,6 +167,11 @@ class KVSender:
     def peer_names(self) -> list[str]:
         return [peer.name for peer in list(self._peers.values())]
 
+    @property
+    def num_express(self) -> int:
+        """Peers whose second connection stands."""
+        return sum(peer.express is not None for peer in list(self._peers.values()))
+
     # The link's side
 
     def on_up(self, peer: bytes) -> None:
@@ -171,6 +179,8 @@ class KVSender:
 
     def on_down(self, peer: bytes) -> None:
         self._lose(peer, "its connection is gone")
+        for decode_peer in self._peers.values():
+            decode_peer.lose_express(peer)
 
     def on_message(self, peer: bytes, frames: Sequence[memoryview]) -> None:
         try:
@@ -182,6 +192,8 @@ class KVSender:
         if isinstance(message, PeerHello):
             if self._kv_caches:
                 self._on_hello(peer, message)
+        elif isinstance(message, ExpressHello):
+            self._on_express_hello(peer, message)
         elif peer in self._peers:
             self._peers[peer].last_heard = self._clock()
             self._on_peer_message(peer, self._peers[peer], message)
@@ -213,6 +225,11 @@ class KVSender:
         )
         self._send(identity, welcome)
 
+    def _on_express_hello(self, identity: bytes, hello: ExpressHello) -> None:
+        for peer in self._peers.values():
+            if peer.epoch == hello.epoch:
+                peer.express = identity
+
     def _why_refuse(self, hello: PeerHello) -> str | None:
         if hello.protocol_version != PROTOCOL_VERSION:
             return f"protocol version {hello.protocol_version}, this node speaks {PROTOCOL_VERSION}"
@@ -243,6 +260,7 @@ class KVSender:
             shipping=Shipping(
                 epoch=self._identity.epoch,
                 send=lambda frames: self._send_frames(identity, frames),
+                send_by_express=lambda express, frames: self._send_frames(express, frames),
                 on_closed=self._on_closed,
                 counters=self.counters,
                 leases=self._leases,

@@ -107,7 +107,7 @@ class Node:
         """Closes everything that is open, in whatever state."""
         self._server_link.say_goodbye("shutting down")
         if self._parts is not None:
-            self._parts.engine.worker.shutdown()
+            self._parts.engine.shutdown()
         self._kv_links.close()
         self._links.close()
         self._admin.close()
@@ -133,6 +133,7 @@ class Node:
             model=self._identity.model,
             max_model_len=self._plan.max_model_len,
             num_blocks=self._plan.layout.num_blocks,
+            max_num_seqs=self._config.engine.scheduler.max_num_seqs,
         )
         return ServerLink(
             hello,
@@ -167,7 +168,7 @@ class Node:
         buffer = self._memory.buffer if self._memory is not None else None
         connection = Connection(scheduler=connector.scheduler, worker=connector.worker, buffer=buffer)
         try:
-            engine = build_engine(self._plan, self._config.engine, connection, time.monotonic)
+            engine = build_engine(self._plan, self._config.engine, connection, time.monotonic, self._loop.wake)
         except LinkError as error:
             raise ConfigError(f"--prefill: {error}") from error
         worker = connector.worker if isinstance(connector.worker, P2PWorkerConnector) else None
@@ -202,6 +203,7 @@ class Node:
             eos_token_ids=self._plan.model.eos_token_ids,
             cache_salt=message.cache_salt,
             priority=message.priority,
+            trace=message.trace,
             kv_transfer=self._transfer_of(message),
         )
 

@@ -174,6 +174,7 @@ class P2PWorkerConnector(WorkerConnector):
             start=load.start,
             end=load.end,
             block_ids=list(load.block_ids),
+            trace=request.trace,
         )
         return LoadOrder(
             request_id=request.request_id,

@@ -3,6 +3,7 @@
   decode node                                    prefill node
     | PeerHello ---------------------------------> |   identity, KV memory on offer, credit
     | <-------------- PeerWelcome or PeerRefused   |   epoch, chosen transport
+    | ExpressHello ------------------------------> |   over a second connection, for copies of first tokens
     | PeerPing  ---------------------------------> |   every heartbeat interval
     | <--------------------------------- PeerPong  |   with the engine's step count: a queue that moves is progress
     |                                              |
@@ -11,7 +12,7 @@
     | <==== Unit ...                               |
     | Credit ------------------------------------->|   bytes taken in: the window moves on
     | <------------------------------- PromptPiece |   if wanted, in pieces, all of them before the first token
-    | <-------------------------------- FirstToken |   as soon as it is sampled, ahead of units that still wait
+    | <-------------------------------- FirstToken |   as soon as it is sampled; a copy by express, ahead of KV
     | <==== Unit ...                               |
     | <------------------------------- PrefillDone |   nothing of this transfer follows
     |                                              |
@@ -40,6 +41,7 @@ from engine.errors import ErrorKind
 from engine.prompt_logprobs import PromptLogprobs
 from engine.request import SampledToken
 from engine.sampling_params import SamplingParams
+from engine.trace import TraceContext
 
 Transport = Literal["shm", "zmq"]
 
@@ -79,6 +81,13 @@ class PeerRefused(_Message, frozen=True, tag=True, kw_only=True):
     reason: Text
 
 
+class ExpressHello(_Message, frozen=True, tag=True, kw_only=True):
+    """Over the second connection: it belongs to the decode node that was welcomed in this epoch. On the first one a
+    first token would stand in line behind all the KV that is under way."""
+
+    epoch: Name
+
+
 class PeerPing(_Message, frozen=True, tag=True, kw_only=True):
     sequence: Count
     transfer_ids: list[Name] = []
@@ -111,6 +120,7 @@ class Prefill(_Message, frozen=True, tag=True, kw_only=True):
     end: Count
     block_ids: list[Count]
     """Block table of the request on the decode node, from position 0."""
+    trace: TraceContext | None = None
 
 
 class Pull(_Message, frozen=True, tag=True, kw_only=True):
@@ -186,7 +196,7 @@ class TransferFailed(_Message, frozen=True, tag=True, kw_only=True):
     reason: Text
 
 
-FromDecode = PeerHello | PeerPing | Prefill | Pull | ReleaseLease | CancelTransfer | Credit
+FromDecode = PeerHello | ExpressHello | PeerPing | Prefill | Pull | ReleaseLease | CancelTransfer | Credit
 FromPrefill = (
     PeerWelcome
     | PeerRefused

@@ -13,6 +13,8 @@ from typing import Protocol
 from connector.codec import encode
 from connector.link import Endpoint, Links
 from connector.peer_messages import (
+    ExpressHello,
+    FirstToken,
     FromDecode,
     FromPrefill,
     PeerHello,
@@ -41,6 +43,9 @@ class PeerOwner(Protocol):
 
     def peer_message(self, peer: "PrefillPeer", message: FromPrefill, frames: Sequence[memoryview]) -> None: ...
 
+    def peer_first_token(self, peer: "PrefillPeer", message: FirstToken) -> None:
+        """A copy, which may be early or late."""
+
     def peer_lost(self, peer: "PrefillPeer", kind: ErrorKind, reason: str) -> None: ...
 
     def peer_changed(self) -> None: ...
@@ -67,11 +72,13 @@ class PrefillPeer:
         self._owner = owner
         self._clock = clock
         self._endpoint: Endpoint | None = None
+        self._express = _Express(self)
         self._last_heard = self._clock()
         self._sequence = 0
 
     def dial(self, links: Links) -> None:
         self._endpoint = links.dial(self.address, self)
+        self._express.dial(links)
         # The connection may stand before `dial` returned, when `on_up` had no endpoint yet. Hellos may be repeated.
         self.send(self._hello)
 
@@ -82,15 +89,16 @@ class PrefillPeer:
     def on_up(self, peer: bytes) -> None:
         self.send(self._hello)
 
+    def express_up(self) -> None:
+        if self.state is PeerState.READY:
+            self._express.join(self._hello.epoch)
+
     def on_down(self, peer: bytes) -> None:
         self._lose(ErrorKind.PEER_UNREACHABLE, "connection lost")
 
     def on_message(self, peer: bytes, frames: Sequence[memoryview]) -> None:
-        try:
-            message = decode_from_prefill_node.decode(frames[0])
-        except MalformedMessage as error:
-            self.num_malformed += 1
-            logger.warning("dropped a message from prefill node %s: %s", self.name, str(error))
+        message = self._decode(frames)
+        if message is None:
             return
         self._last_heard = self._clock()
         match message:
@@ -101,6 +109,20 @@ class PrefillPeer:
             case PeerPong():
                 self._pong(message)
         self._owner.peer_message(self, message, frames)
+
+    def on_express(self, frames: Sequence[memoryview]) -> None:
+        """No sign of life: the connection that carries the KV may be dead."""
+        message = self._decode(frames)
+        if isinstance(message, FirstToken):
+            self._owner.peer_first_token(self, message)
+
+    def _decode(self, frames: Sequence[memoryview]) -> FromPrefill | None:
+        try:
+            return decode_from_prefill_node.decode(frames[0])
+        except MalformedMessage as error:
+            self.num_malformed += 1
+            logger.warning("dropped a message from prefill node %s: %s", self.name, str(error))
+            return None
 
     def tick(self, open_transfer_ids: list[str], awaited_lease_ids: list[str]) -> None:
         """One heartbeat, with all that is wanted from this peer at this moment."""
@@ -125,6 +147,7 @@ class PrefillPeer:
         if self.state is not PeerState.READY:
             logger.info("prefill node %s at %s is ready, KV over %s", self.name, self.address, self.transport)
         self.state, self.reason, self._num_steps = PeerState.READY, "", -1
+        self._express.join(self._hello.epoch)
         self._owner.peer_changed()
 
     def _watch_process(self, welcome: PeerWelcome) -> None:
@@ -156,3 +179,29 @@ class PrefillPeer:
         self.state, self.reason = PeerState.LOST, reason
         self._owner.peer_lost(self, kind, reason)
         self._owner.peer_changed()
+
+
+class _Express:
+    """The second connection to the same node. What comes over it comes over the first, too, in its order; so nothing
+    depends on it. Implements `LinkHandler`."""
+
+    def __init__(self, peer: PrefillPeer) -> None:
+        self._peer = peer
+        self._endpoint: Endpoint | None = None
+
+    def dial(self, links: Links) -> None:
+        self._endpoint = links.dial(self._peer.address, self)
+
+    def join(self, epoch: str) -> None:
+        """May be repeated."""
+        if self._endpoint is not None:
+            self._endpoint.send([encode(ExpressHello(epoch=epoch))])
+
+    def on_up(self, peer: bytes) -> None:
+        self._peer.express_up()
+
+    def on_down(self, peer: bytes) -> None:
+        pass
+
+    def on_message(self, peer: bytes, frames: Sequence[memoryview]) -> None:
+        self._peer.on_express(frames)

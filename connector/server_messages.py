@@ -27,6 +27,7 @@ from engine.errors import ErrorKind
 from engine.prompt_logprobs import PromptLogprobs
 from engine.request import SampledToken
 from engine.sampling_params import SamplingParams
+from engine.trace import TraceContext
 
 Role = Literal["prefill", "decode"]
 FinishReason = Literal["stop", "length", "abort", "error"]
@@ -62,6 +63,7 @@ class Generate(_Message, frozen=True, tag=True, kw_only=True):
     """Candidates by node name, best first. The decode node knows their addresses from its own peer table."""
     kv_transfer_params: KVTransferParams | None = None
     """A leg of a router's two-leg request."""
+    trace: TraceContext | None = None
 
 
 class Cancel(_Message, frozen=True, tag=True, kw_only=True):
@@ -83,6 +85,8 @@ class NodeHello(_Message, frozen=True, tag=True, kw_only=True):
     model: ModelIdentity
     max_model_len: Count
     num_blocks: Count
+    max_num_seqs: Count = 0
+    """Most sequences that run at once."""
 
 
 class NodePong(_Message, frozen=True, tag=True, kw_only=True):

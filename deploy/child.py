@@ -36,7 +36,7 @@ class Child:
         assert self.process is not None
         return self.process.pid
 
-    async def start(self, module: str) -> None:
+    async def start(self, module: str, environment: Mapping[str, str]) -> None:
         """Starts `python -m module argv`. It gets its own session: Ctrl-C reaches the launcher alone, which stops it
         in order; and it ends by itself when the launcher's end of the socket closes, however the launcher died."""
         ours, theirs = socket.socketpair()
@@ -50,6 +50,7 @@ class Child:
                 stderr=asyncio.subprocess.STDOUT,
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,
+                env=environment,
             )
         self._parent_socket = ours
         self._reader = asyncio.create_task(self._forward_output(self.process))

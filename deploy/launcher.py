@@ -13,6 +13,7 @@ import json
 import os
 import signal
 import socket
+import ssl
 import tempfile
 from collections.abc import Coroutine, Mapping, Sequence
 from pathlib import Path
@@ -24,11 +25,20 @@ from rich.markup import escape
 
 from connector.node_config import NodeConfig
 from deploy.child import Child
-from deploy.ring_plan import decode_config, plan_cpus, prefill_config, server_config
+from deploy.ring_plan import (
+    decode_config,
+    node_environment,
+    plan_cpus,
+    prefill_config,
+    server_config,
+    server_environment,
+)
 from deploy.up_config import UpConfig
 from engine.errors import ConfigError
 from engine.flags import to_flags
 from engine.model_source import resolve_model
+from server.api_keys import ENVIRONMENT_VARIABLE, read_api_keys
+from server.tls import tls_context
 
 STOP_SERVER_SECONDS = 3.5
 """The server ends its streams within its own --shutdown-timeout; then the nodes have nothing left to do."""
@@ -40,8 +50,9 @@ COLOURS = ("cyan", "magenta", "green", "yellow", "blue", "bright_red")
 class Launcher:
     """One ring. `run` returns the exit code."""
 
-    def __init__(self, config: UpConfig, console: Console) -> None:
+    def __init__(self, config: UpConfig, console: Console, *, needs_key: bool = False) -> None:
         self._config = config
+        self._needs_key = needs_key
         self._console = console
         self._nodes: list[Child] = []
         self._server: Child | None = None
@@ -98,7 +109,7 @@ class Launcher:
             decode=[addresses[str(node.name)] for node in decode],
         )
         self._server = Child("server", "server", to_flags(server), self._print_line)
-        await self._server.start("server")
+        await self._server.start("server", server_environment(config, os.environ))
         await self._server.announced()
 
     async def _start_nodes(self, role: str, configs: Sequence[NodeConfig]) -> list[Mapping[str, Any]]:
@@ -106,7 +117,7 @@ class Launcher:
         children = [Child(role, str(config.name), to_flags(config), self._print_line) for config in configs]
         self._nodes += children
         for child in children:
-            await child.start(f"{role}_node")
+            await child.start(f"{role}_node", node_environment(os.environ))
         return await asyncio.gather(*(child.announced() for child in children))
 
     async def _wait_until_ready(self) -> None:
@@ -168,7 +179,9 @@ class Launcher:
         question = [{"role": "user", "content": "What is the capital of France?"}]
         body = json.dumps({"model": model, "temperature": 0, "messages": question})
         self._console.print(f"[bold green]ready[/] at {url} - try:", highlight=False)
-        command = f"curl {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'"
+        key = " -H 'Authorization: Bearer KEY'" if self._needs_key else ""
+        trust = f" --cacert {self._config.tls.ssl_certfile}" if self._config.tls.ssl_certfile else ""
+        command = f"curl{trust}{key} {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'"
         self._console.print(escape(command), highlight=False, soft_wrap=True)
 
     def _remove_ready_file(self) -> None:
@@ -203,12 +216,22 @@ async def _end(children: Sequence[Child], seconds: float) -> None:
         await asyncio.wait(late)
 
 
+def _any_certificate() -> ssl.SSLContext:
+    """To a child of ours, on the port that it announced: names and dates of its certificate do not matter."""
+    context = ssl.create_default_context()
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE
+    return context
+
+
 async def _is_ready(url: str) -> bool:
     """Whether GET /ready answers 200."""
     parts = urlsplit(url)
     host = parts.hostname or ""
     try:
-        reader, writer = await asyncio.open_connection(host, parts.port)
+        reader, writer = await asyncio.open_connection(
+            host, parts.port, ssl=_any_certificate() if parts.scheme == "https" else None
+        )
         writer.write(f"GET /ready HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n".encode())
         status = await reader.readline()
         writer.close()
@@ -241,5 +264,7 @@ def check_port(host: str, port: int) -> None:
 def run_up(config: UpConfig) -> int:
     """Fetches the model where needed, then runs the ring until Ctrl-C. The exit code."""
     check_port(config.host, config.port)
+    needs_key = bool(read_api_keys(config.access, os.environ.get(ENVIRONMENT_VARIABLE, "")))
+    tls_context(config.tls)
     resolve_model(config.model)
-    return asyncio.run(Launcher(config, Console()).run())
+    return asyncio.run(Launcher(config, Console(), needs_key=needs_key).run())

@@ -1,10 +1,12 @@
 """What each process of a local ring is told: its settings, its CPUs, its neighbours. Pure."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from connector.node_config import DecodeNodeConfig, PrefillNodeConfig
 from deploy.up_config import UpConfig
+from server.api_keys import ENVIRONMENT_VARIABLE
 from server.config import ServerConfig
 
 ANY_PORT = "tcp://127.0.0.1:0"
@@ -30,8 +32,24 @@ def server_config(config: UpConfig, *, prefill: Sequence[str], decode: Sequence[
         prefill=tuple(prefill),
         host=config.host,
         port=config.port,
+        access=replace(config.access, api_key=()),
+        tls=config.tls,
+        cors=config.cors,
+        limits=config.limits,
+        tool_call_parser=config.tool_call_parser,
+        trust_request_chat_template=config.trust_request_chat_template,
         log_level=config.log_level,
     )
+
+
+def server_environment(config: UpConfig, inherited: Mapping[str, str]) -> dict[str, str]:
+    """Everybody on the machine can read argv: keys given as flags go on by environment, to the server alone."""
+    keys = [*inherited.get(ENVIRONMENT_VARIABLE, "").split(), *config.access.api_key]
+    return node_environment(inherited) | ({ENVIRONMENT_VARIABLE: " ".join(keys)} if keys else {})
+
+
+def node_environment(inherited: Mapping[str, str]) -> dict[str, str]:
+    return {name: value for name, value in inherited.items() if name != ENVIRONMENT_VARIABLE}
 
 
 def plan_cpus(num_nodes: int, available: Sequence[int]) -> list[tuple[int, ...]]:

@@ -8,6 +8,8 @@ from typing import Literal
 from connector.transfer_settings import TransferSettings
 from engine.config import CacheConfig, DType, ModelOptions, SchedulerConfig
 from engine.errors import ConfigError
+from server.http_settings import AccessConfig, CorsConfig, LimitsConfig, TlsConfig
+from server.tool_parsers import check_tool_parser
 
 LogLevel = Literal["debug", "info", "warning", "error"]
 
@@ -32,6 +34,15 @@ class UpConfig:
     """Port of the HTTP server; 0 picks a free one."""
     served_model_name: tuple[str, ...] = ()
     """Name that clients use; repeat for aliases. Default: the text of --model."""
+    access: AccessConfig = field(default_factory=AccessConfig)
+    tls: TlsConfig = field(default_factory=TlsConfig)
+    cors: CorsConfig = field(default_factory=CorsConfig)
+    limits: LimitsConfig = field(default_factory=LimitsConfig)
+    tool_call_parser: str = "auto"
+    """Format of the model's tool calls: auto (by the chat template and the vocabulary), hermes, llama3_json, mistral or
+    pythonic."""
+    trust_request_chat_template: bool = False
+    """Let requests bring a chat_template. Templates run in a sandbox, but they may run for long."""
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     transfer: TransferSettings = field(default_factory=TransferSettings)
@@ -52,11 +63,13 @@ class UpConfig:
         _require(self.prefill_nodes >= 0, "--prefill-nodes", "must be >= 0", self.prefill_nodes)
         _require(self.decode_nodes >= 1, "--decode-nodes", "must be at least 1", self.decode_nodes)
         _require(0 <= self.port <= 65535, "--port", "must be in [0, 65535]", self.port)
+        _require(self.tls.ssl_ca_certs is None, "--ssl-ca-certs", "is for pdserve server alone", self.tls.ssl_ca_certs)
         if self.ready_file is not None:
             directory = self.ready_file.absolute().parent
             _require(
                 os.access(directory, os.W_OK), "--ready-file", "must be in a directory that can be written", directory
             )
+        check_tool_parser(self.tool_call_parser)
         _require(self.start_timeout > 0, "--start-timeout", "must be > 0", self.start_timeout)
         _require(
             self.num_threads is None or self.num_threads >= 1, "--num-threads", "must be at least 1", self.num_threads

@@ -27,6 +27,8 @@ class ScheduledRequest(NamedTuple):
     """None while prompt tokens remain after this step: nothing is sampled."""
     output_position: int = 0
     """Index of the output token that this step samples; with the seed it fixes the draw."""
+    token_mask: bytes = b""
+    """One bit for each token of the vocabulary, lowest first: which may be sampled. Empty allows all."""
     banned_token_ids: Sequence[int] = ()
     """Never sampled in this step: the end tokens while fewer than min_tokens were made."""
     prompt_token_ids: Sequence[int] = ()

@@ -13,6 +13,7 @@ from engine.config import CacheConfig, EngineConfig
 from engine.decoder import Decoder
 from engine.engine import Engine
 from engine.errors import ConfigError
+from engine.grammar_compiler import GrammarCompiler
 from engine.kv_cache import KVCache, KVLayout, resolve_num_blocks
 from engine.kv_connector import SchedulerConnector, WorkerConnector
 from engine.model_config import ModelConfig, resolve_max_model_len
@@ -68,9 +69,17 @@ def plan_engine(config: EngineConfig) -> EnginePlan:
 
 
 def build_engine(
-    plan: EnginePlan, config: EngineConfig, connection: Connection | None, clock: Callable[[], float]
+    plan: EnginePlan,
+    config: EngineConfig,
+    connection: Connection | None,
+    clock: Callable[[], float],
+    wake: Callable[[], None] = lambda: None,
 ) -> Engine:
-    """Loads the weights and allocates the KV cache; the connector opens its sockets here."""
+    """Loads the weights and allocates the KV cache; the connector opens its sockets here.
+
+    `wake` is called from other threads when a step could do something that the last one could not.
+    """
+    grammars = GrammarCompiler(plan.directory, plan.model.vocab_size, plan.model.eos_token_ids, wake)
     weights = load_weights(plan.directory, plan.model, plan.layout.dtype)
     kv_cache = KVCache.allocate(plan.layout, connection.buffer if connection is not None else None)
     worker = Worker(
@@ -87,9 +96,10 @@ def build_engine(
         model_digest=plan.model.digest() + plan.weights_digest,
         vocab_size=plan.model.vocab_size,
         connector=connection.scheduler if connection is not None else None,
+        grammars=grammars,
         clock=clock,
     )
-    return Engine(scheduler, worker)
+    return Engine(scheduler, worker, grammars)
 
 
 def use_threads(num_threads: int | None, cpus: tuple[int, ...]) -> int:

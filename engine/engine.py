@@ -3,6 +3,7 @@
 from typing import Protocol
 
 from engine.batch import Batch, BatchResult
+from engine.grammar_compiler import GrammarCompiler
 from engine.outputs import RequestOutput
 from engine.request import Request
 from engine.scheduler import Scheduler
@@ -23,9 +24,16 @@ class Engine:
     may have something to report; when idle, block until a request comes.
     """
 
-    def __init__(self, scheduler: Scheduler, worker: Worker) -> None:
+    def __init__(self, scheduler: Scheduler, worker: Worker, grammars: GrammarCompiler | None = None) -> None:
         self.scheduler = scheduler
         self.worker = worker
+        self._grammars = grammars
+
+    def shutdown(self) -> None:
+        """Nothing may be called afterwards."""
+        self.worker.shutdown()
+        if self._grammars is not None:
+            self._grammars.close()
 
     def add_request(self, request: Request) -> None:
         """Raises `RequestError` if it could never be served."""

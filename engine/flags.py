@@ -23,11 +23,16 @@ def parse_flags(config: type[C], argv: Sequence[str], prog: str) -> C:
 
 
 def to_flags(config: object) -> list[str]:
-    """The flags that `parse_flags` reads back as `config`. Only what differs from the defaults is written."""
+    """The flags that `parse_flags` reads back as `config`. Only what differs from the defaults is written.
+
+    A field that is not in the repr is a secret and is left out: everybody on a machine can read a process's argv.
+    """
     flags: list[str] = []
     assert is_dataclass(config)
     for field in fields(config):
         value = getattr(config, field.name)
+        if not field.repr:
+            continue
         if is_dataclass(value):
             flags += to_flags(value)
         elif value != _default_of(field):

@@ -18,8 +18,10 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 
 from engine.errors import ErrorKind, InvalidTransition
+from engine.grammar_matcher import GrammarMatcher
 from engine.prompt_logprobs import PromptLogprobs, covered_end, follows
 from engine.sampling_params import SamplingParams
+from engine.trace import TraceContext
 
 
 class RequestState(IntEnum):
@@ -89,8 +91,11 @@ class Request:
     """False once it was preempted or a load of it failed: from then on it computes here."""
     kv_transfer: object | None = None
     """What the connector needs to know about this request: where to load from, or where to ship to."""
+    trace: TraceContext | None = None
     arrival_time: float = 0.0
 
+    matcher: GrammarMatcher | None = None
+    """Where the output stands in its grammar; set before the request runs."""
     state: RequestState = RequestState.WAITING
     output: list[SampledToken] = field(default_factory=list)
     prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)

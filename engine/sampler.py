@@ -3,7 +3,7 @@
 Order, as in vLLM's V1 sampler, so that the same settings mean the same thing:
 
     logprobs            from the raw logits
-    allowed tokens, logit_bias, banned tokens, repetition, frequency, presence penalty
+    allowed tokens, grammar, logit_bias, banned tokens, repetition, frequency, presence penalty
     temperature         0: the largest logit wins, and this is the end
     min_p, top_k, top_p each keeps a leading part of the tokens sorted by logit, so together they are one cutoff per row
     draw                an exponential race: token i finishes at E_i / p_i, the first one wins
@@ -160,7 +160,7 @@ def _is_greedy(sampling: SamplingParams) -> bool:
 def _is_plain(request: ScheduledRequest) -> bool:
     """Whether the largest raw logit is the answer."""
     sampling = _sampling(request)
-    is_confined = bool(sampling.allowed_token_ids) or len(request.banned_token_ids) > 0
+    is_confined = bool(sampling.allowed_token_ids or request.token_mask) or len(request.banned_token_ids) > 0
     adjusted = is_confined or bool(sampling.logit_bias) or sampling.needs_history
     return _is_greedy(sampling) and not adjusted
 
@@ -178,7 +178,7 @@ def _column(values: Sequence[float], like: Tensor) -> Tensor:
     return torch.tensor(values, dtype=like.dtype, device=like.device).unsqueeze(-1)
 
 
-# ---- before the temperature: allowed tokens, bias, bans, penalties
+# ---- before the temperature: allowed tokens, grammar, bias, bans, penalties
 
 
 def _adjust(logits: Tensor, requests: Sequence[ScheduledRequest]) -> None:
@@ -186,6 +186,9 @@ def _adjust(logits: Tensor, requests: Sequence[ScheduledRequest]) -> None:
     for row, request in enumerate(requests):
         if _sampling(request).allowed_token_ids:
             _confine(logits[row], _sampling(request).allowed_token_ids)
+    masked = [row for row, request in enumerate(requests) if request.token_mask]
+    if masked:
+        _mask(logits, masked, [requests[row].token_mask for row in masked])
     biases = [(row, i, bias) for row, r in enumerate(requests) for i, bias in _sampling(r).logit_bias.items()]
     if biases:
         rows, ids, values = zip(*biases, strict=True)
@@ -205,6 +208,14 @@ def _confine(logits: Tensor, token_ids: Sequence[int]) -> None:
     kept = logits[index]
     logits.fill_(-math.inf)
     logits[index] = kept
+
+
+def _mask(logits: Tensor, rows: Sequence[int], masks: Sequence[bytes]) -> None:
+    """logits: changed in place: minus infinity in `rows` for each token whose bit is not set."""
+    packed = np.frombuffer(b"".join(masks), dtype=np.uint8).reshape(len(masks), -1)
+    forbidden = np.unpackbits(~packed, axis=1, bitorder="little", count=logits.shape[1]).view(np.bool_)
+    for row, is_forbidden in zip(rows, torch.from_numpy(forbidden).to(logits.device), strict=True):
+        logits[row].masked_fill_(is_forbidden, -math.inf)
 
 
 def _penalise(logits: Tensor, requests: Sequence[ScheduledRequest], penalised: Sequence[int]) -> None:

@@ -4,6 +4,7 @@ import math
 from dataclasses import dataclass, field
 
 from engine.errors import RequestError
+from engine.grammar import Grammar
 
 MAX_LOGPROBS = 20
 MAX_SEED = 2**63 - 1
@@ -43,6 +44,9 @@ class SamplingParams:
     seed: int = 0
     logprobs: int | None = None
     """None: no logprobs. n: the sampled token's, and those of the n likeliest tokens."""
+    grammar: Grammar | None = None
+    """What the output must look like. It goes before `min_tokens` and `bad_words`, and ends the output where nothing
+    can follow."""
     prompt_logprobs: int | None = None
     """The same for each prompt token but the first, given those before it."""
 

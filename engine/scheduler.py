@@ -38,6 +38,9 @@ from engine.block_manager import BlockManager
 from engine.block_pool import BlockPool
 from engine.config import CacheConfig, SchedulerConfig
 from engine.errors import ErrorKind, PoolCorrupted, RequestError
+from engine.grammar import GrammarError
+from engine.grammar_compiler import GrammarCompiler
+from engine.grammar_room import GrammarRoom
 from engine.kv_connector import SchedulerConnector
 from engine.load_outcomes import LoadOutcomes
 from engine.open_transfers import OpenTransfers
@@ -61,6 +64,7 @@ class Scheduler:
         model_digest: str,
         vocab_size: int | None = None,
         connector: SchedulerConnector | None,
+        grammars: GrammarCompiler | None = None,
         clock: Callable[[], float],
     ) -> None:
         self.pool = BlockPool(num_blocks)
@@ -78,6 +82,7 @@ class Scheduler:
         self._outcomes = LoadOutcomes(
             self._roster, self._blocks, self._transfers, self.counters, self, config.kv_load_failure_policy
         )
+        self._grammar_room = GrammarRoom(grammars, clock) if grammars is not None else None
         self._outbox: list[RequestOutput] = []
         self._is_stalled = False
 
@@ -141,7 +146,11 @@ class Scheduler:
             if max(request.prompt_token_ids) >= self._vocab_size:
                 raise RequestError(f"token ids must be below {self._vocab_size}", param="prompt")
             check_vocab(request.sampling, self._vocab_size)
+        if request.sampling.grammar is not None and self._grammar_room is None:
+            raise RequestError("this engine follows no grammars", param="response_format")
         self._roster.add(request)
+        if request.sampling.grammar is not None and self._grammar_room is not None:
+            self._grammar_room.enter(request)
         self._is_stalled = False
 
     def abort_request(self, request_id: str) -> None:
@@ -159,6 +168,7 @@ class Scheduler:
     def schedule(self) -> Batch:
         """The next step's work; may be empty. Every call is followed by `update`."""
         plan = StepPlan(self._config.max_num_batched_tokens, self._config.long_prefill_token_threshold)
+        self._take_in_compiled()
         self._roster.rejoin_loaded()
         self._schedule_running(plan)
         if not plan.num_preempted:
@@ -168,6 +178,10 @@ class Scheduler:
         self._is_stalled = not plan.scheduled and not plan.num_preempted
         self.counters.num_steps += 1
         return Batch(step=self.counters.num_steps, requests=tuple(plan.scheduled.values()))
+
+    def _take_in_compiled(self) -> None:
+        for request, reason in self._grammar_room.leave() if self._grammar_room is not None else ():
+            self.finish(request, RequestState.FINISHED_ERROR, error=(ErrorKind.INVALID_REQUEST, reason))
 
     def _schedule_running(self, plan: StepPlan) -> None:
         """Decoding comes first: whatever the prompts, each decoding request has its token in every step."""
@@ -263,7 +277,7 @@ class Scheduler:
         why_not = result.unsampled.get(request.request_id)
         if why_not is not None:
             self._blocks.forget(request, 0)
-            self.finish(request, RequestState.FINISHED_ERROR, error=self._blame(scheduled, why_not))
+            self.finish(request, RequestState.FINISHED_ERROR, error=self._blame(request, scheduled, why_not))
             return
         start = scheduled.num_computed_tokens
         end = start + len(scheduled.token_ids)
@@ -277,10 +291,14 @@ class Scheduler:
         if scheduled.sampling is not None:
             self.append(request, result.sampled[request.request_id])
 
-    def _blame(self, scheduled: ScheduledRequest, why_not: str) -> tuple[ErrorKind, str]:
+    def _blame(self, request: Request, scheduled: ScheduledRequest, why_not: str) -> tuple[ErrorKind, str]:
         """Whose fault it is that nothing could be sampled."""
+        if request.matcher is not None and request.matcher.error is not None:
+            return ErrorKind.INVALID_REQUEST, f"the grammar is too complex: {request.matcher.error}"
         sampling, banned = scheduled.sampling, set(scheduled.banned_token_ids)
         allowed = sampling.allowed_token_ids if sampling is not None else ()
+        if allowed and scheduled.token_mask:
+            return ErrorKind.INVALID_REQUEST, "allowed_token_ids and the grammar leave no token to sample"
         if banned.issuperset(allowed or range(self._vocab_size or 0)) and banned:
             return ErrorKind.INVALID_REQUEST, "allowed_token_ids, bad_words and min_tokens leave no token to sample"
         return ErrorKind.INTERNAL, why_not
@@ -291,6 +309,14 @@ class Scheduler:
         state = request.finish_state_for(token.token_id)
         if state is None and request.num_tokens >= self._max_num_tokens:
             state = RequestState.FINISHED_LENGTH
+        if request.matcher is not None:
+            try:
+                request.matcher.accept(token.token_id)
+            except GrammarError as error:
+                self.finish(request, RequestState.FINISHED_ERROR, error=(ErrorKind.INTERNAL, str(error)))
+                return
+            if request.matcher.is_over:
+                state = RequestState.FINISHED_STOPPED
         if state is None:
             self._outbox.append(RequestOutput.of(request, (token,)))
         else:

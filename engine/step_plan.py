@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from engine.batch import ScheduledRequest
+from engine.grammar_matcher import without_needless_bans
 from engine.prompt_logprobs import WantedLogprobs
 from engine.request import Request
 
@@ -27,6 +28,8 @@ def _share_of(request: Request, num_tokens: int) -> ScheduledRequest:
     sampling = request.sampling if end == request.num_tokens else None
     needs_history = sampling is not None and sampling.needs_history
     output_position = request.num_output_tokens
+    mask = request.matcher.mask() if request.matcher is not None and sampling is not None else b""
+    banned = _banned(request) if sampling is not None else ()
     return ScheduledRequest(
         request_id=request.request_id,
         token_ids=request.token_ids[start:end],
@@ -34,7 +37,8 @@ def _share_of(request: Request, num_tokens: int) -> ScheduledRequest:
         block_ids=tuple(request.block_ids),
         sampling=sampling,
         output_position=output_position,
-        banned_token_ids=_banned(request) if sampling is not None else (),
+        token_mask=mask,
+        banned_token_ids=without_needless_bans(mask, banned) if mask else banned,
         prompt_token_ids=tuple(request.prompt_token_ids) if needs_history else (),
         output_token_ids=tuple(request.token_ids[request.num_prompt_tokens :]) if needs_history else (),
         prompt_logprobs=_wanted_logprobs(request, start, end) if request.lacks_prompt_logprobs else None,

@@ -40,6 +40,8 @@ class AnswerOptions:
     return_token_ids: bool = False
     include_usage: bool = False
     continuous_usage: bool = False
+    fingerprint: str | None = None
+    """Of the software and the model; the same answer is to be expected only where it is the same."""
 
 
 class Answer(ABC):
@@ -80,12 +82,21 @@ class Answer(ABC):
         return b"".join(self._event([choice], extra, num_output_tokens=0) for choice in self.opening_choices())
 
     def events(self, deltas: Sequence[Delta]) -> bytes:
-        return b"".join(self._event([self._streamed(delta)]) for delta in deltas if delta.shows)
+        return b"".join(self.delta_events(delta) for delta in deltas if delta.shows)
+
+    def finish_reason(self, delta: Delta) -> str | None:
+        """Why the choice ended, in the endpoint's words."""
+        return delta.finish_reason
+
+    def failed(self, error: dict[str, Any]) -> bytes:
+        """The end of a stream that breaks off; `error` is as in a response of its own."""
+        return sse(error) + DONE
 
     def closing(self) -> bytes:
         if not self.options.include_usage:
             return DONE
-        return sse({**self._header(self.chunk_object_name), "choices": [], "usage": self._usage()}) + DONE
+        header = {**self._header(self.chunk_object_name), **self._fingerprint()}
+        return sse({**header, "choices": [], "usage": self._usage()}) + DONE
 
     def whole(self, deltas: Sequence[Delta]) -> bytes:
         """The response in one piece; `deltas` are all there were."""
@@ -93,7 +104,7 @@ class Answer(ABC):
         for delta in deltas:
             _merge(merged[delta.index], delta)
         choices = [self._finished(self.whole_choice(whole), whole) for whole in self.chosen(merged)]
-        body = {**self._header(self.object_name), "choices": choices, "usage": self._usage()}
+        body = {**self._header(self.object_name), **self._fingerprint(), "choices": choices, "usage": self._usage()}
         return orjson.dumps({**body, **self.prompt_fields(), **self._transfer_fields()})
 
     def _prompt_logprobs(self, choice_index: int, prompt: Prompt) -> list[orjson.Fragment | None] | None:
@@ -109,6 +120,15 @@ class Answer(ABC):
         params = self.generation.choices[0].kv_transfer_params
         return {} if params is None else {FIELD: shown(params)}
 
+    def delta_events(self, delta: Delta) -> bytes:
+        """Usually one chunk. A finishing chunk carries the fingerprint unless the usage chunk will."""
+        is_last = delta.finish_reason is not None and not self.options.include_usage
+        return self._event([self._streamed(delta)], self._fingerprint() if is_last else {})
+
+    def _fingerprint(self) -> dict[str, Any]:
+        fingerprint = self.options.fingerprint
+        return {} if fingerprint is None else {"system_fingerprint": fingerprint}
+
     def _streamed(self, delta: Delta) -> dict[str, Any]:
         choice = self.chunk_choice(delta)
         if delta.finish_reason is not None:
@@ -117,7 +137,7 @@ class Answer(ABC):
         return self._with_token_ids(choice, delta)
 
     def _finished(self, choice: dict[str, Any], delta: Delta) -> dict[str, Any]:
-        choice["finish_reason"] = delta.finish_reason
+        choice["finish_reason"] = self.finish_reason(delta)
         choice["stop_reason"] = delta.stop_reason
         return self._with_token_ids(choice, delta)
 
@@ -162,6 +182,7 @@ def sse(value: dict[str, Any]) -> bytes:
 
 def _merge(whole: Delta, delta: Delta) -> None:
     whole.text += delta.text
+    whole.pieces += delta.pieces
     whole.tokens += delta.tokens
     if delta.finish_reason is not None:
         whole.finish_reason, whole.stop_reason = delta.finish_reason, delta.stop_reason

@@ -5,28 +5,36 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from fastapi import Depends, FastAPI, HTTPException, Request
+from fastapi.middleware.cors import CORSMiddleware
 
 from connector.link import Links
+from server.api_keys import ApiKeys
 from server.body_limit import BodyLimitMiddleware
 from server.chat import chat_routes
 from server.completions import completion_routes
-from server.http_errors import install_error_handlers
-from server.info_routes import info_routes, package_version
+from server.gates import AdmissionMiddleware, ApiKeyMiddleware
+from server.http_errors import BugMiddleware, install_error_handlers
+from server.http_settings import CorsConfig
+from server.info_routes import info_routes
 from server.request_id import RequestIdMiddleware
+from server.responses import responses_routes
 from server.service import Service
 from server.tokenize_routes import tokenize_routes
+from server.version import package_version
 
 logger = logging.getLogger(__name__)
 
 
-def create_app(service: Service, links: Links) -> FastAPI:
-    """`links` carries the messages to the nodes; the app dials over it, and its maker closes it."""
+def create_app(service: Service, links: Links, keys: ApiKeys | None = None) -> FastAPI:
+    """`links` carries the messages to the nodes; the app dials over it, and its maker closes it. No `keys`: everybody
+    may ask."""
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         service.fleet.start(links)
         yield
         await service.fleet.stop()
+        service.grammars.close()
 
     app = FastAPI(
         title="pdserve",
@@ -36,13 +44,36 @@ def create_app(service: Service, links: Links) -> FastAPI:
         redoc_url=None,
     )
     app.state.service = service
-    app.add_middleware(BodyLimitMiddleware, max_bytes=service.config.max_body_bytes)
-    app.add_middleware(RequestIdMiddleware)
+    _add_middleware(app, service, keys)
     install_error_handlers(app, service)
     app.include_router(info_routes(service))
-    for router in (completion_routes(service), chat_routes(service), tokenize_routes(service)):
-        app.include_router(router, dependencies=[Depends(_require_json)])
+    for routes in (completion_routes, chat_routes, responses_routes, tokenize_routes):
+        app.include_router(routes(service), dependencies=[Depends(_require_json)])
     return app
+
+
+def _add_middleware(app: FastAPI, service: Service, keys: ApiKeys | None) -> None:
+    """The innermost first. Preflights carry no key, and a refusal must be readable for the page that it is meant for:
+    so CORS is outside of the keys, which come before anything that costs work."""
+    app.add_middleware(BodyLimitMiddleware, max_bytes=service.config.max_body_bytes)
+    app.add_middleware(AdmissionMiddleware, admission=service.admission)
+    if keys:
+        app.add_middleware(ApiKeyMiddleware, keys=keys, num_refused=service.metrics.unauthorized)
+    app.add_middleware(BugMiddleware)
+    if service.config.cors.allowed_origins:
+        _add_cors(app, service.config.cors)
+    app.add_middleware(RequestIdMiddleware)
+
+
+def _add_cors(app: FastAPI, rules: CorsConfig) -> None:
+    app.add_middleware(
+        CORSMiddleware,
+        allow_origins=rules.allowed_origins,
+        allow_methods=rules.allowed_methods or ("*",),
+        allow_headers=rules.allowed_headers or ("*",),
+        allow_credentials=rules.allow_credentials,
+        expose_headers=("x-request-id", "retry-after", "traceparent"),
+    )
 
 
 async def _require_json(request: Request) -> None:

@@ -1,23 +1,18 @@
 """POST /v1/chat/completions"""
 
-import time
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
-from engine.errors import RequestError
-from server.answer import Answer, AnswerOptions
+from server.answer import Answer
+from server.chat_start import StartedChat, start_chat
 from server.choice import Delta
-from server.generation import Generation
-from server.kv_transfer import FIELD, check_leg, leg_of
+from server.kv_transfer import leg_of
 from server.logprobs import chat_logprobs
-from server.prompts import Prompt, max_prompt_len
-from server.protocol import ChatBody, refuse_unsupported
-from server.request_id import adopt_request_id
-from server.request_options import answer_options, output_options, priority_of
-from server.respond import raise_if_gone, respond
-from server.sampling import base_sampling, for_choice, output_budget
-from server.service import Job, Service, Submission
+from server.protocol import ChatBody
+from server.respond import respond
+from server.service import Service
+from server.tool_parser import CallArguments, CallStart, Piece
 
 
 def chat_routes(service: Service) -> APIRouter:
@@ -26,74 +21,29 @@ def chat_routes(service: Service) -> APIRouter:
     @router.post("/v1/chat/completions")
     async def create_chat_completion(body: ChatBody, request: Request) -> Response:
         with service.released_on_failure(leg_of(body)):
-            answer = await _start(body, request, service)
+            answer = ChatAnswer(await start_chat(body, request, service))
         return await respond(request, answer, stream=bool(body.stream))
 
     return router
 
 
-async def _start(body: ChatBody, request: Request, service: Service) -> "ChatAnswer":
-    arrival = time.monotonic()
-    model = service.model_name(body.model)
-    refuse_unsupported(body)
-    check_leg(body)
-    max_model_len = service.admit()
-    num_top = _num_top_logprobs(body)
-    request_id = adopt_request_id(request, body.request_id)
-    options = answer_options(body, request_id, model, service.assets.tokenizer, num_top)
-    prompt = await _read(body, service, max_model_len)
-    submission = Submission(
-        request_id=options.request_id,
-        arrival=arrival,
-        jobs=_jobs(body, prompt, service, max_model_len),
-        options=output_options(body),
-        cache_salt=body.cache_salt or "",
-        priority=priority_of(body, request),
-        kv_transfer_params=leg_of(body),
-    )
-    await raise_if_gone(request)
-    return ChatAnswer(options, service.start(submission), prompt)
-
-
-async def _read(body: ChatBody, service: Service, max_model_len: int) -> Prompt:
-    leg = body.kv_transfer_params
-    if leg is not None and leg.is_leg and leg.prompt_token_ids is not None:
-        return service.prompts.read_token_ids(leg.prompt_token_ids, f"{FIELD}.prompt_token_ids")
-    kept = max_prompt_len(body.truncate_prompt_tokens, _max_tokens(body), max_model_len)
-    return await service.prompts.read_chat(body.messages, body, max_model_len, kept)
-
-
-def _num_top_logprobs(body: ChatBody) -> int | None:
-    if body.top_logprobs and not body.logprobs:
-        raise RequestError("top_logprobs needs logprobs to be true", param="top_logprobs")
-    return (body.top_logprobs or 0) if body.logprobs else None
-
-
-def _max_tokens(body: ChatBody) -> int | None:
-    return body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-
-
-def _jobs(body: ChatBody, prompt: Prompt, service: Service, max_model_len: int) -> list[Job]:
-    base = base_sampling(body, service.assets, logprobs=_num_top_logprobs(body), prompt_logprobs=body.prompt_logprobs)
-    budget = output_budget(_max_tokens(body), None, len(prompt.token_ids), max_model_len)
-    return [Job(prompt=prompt, sampling=for_choice(base, index, budget)) for index in range(body.n or 1)]
-
-
 class ChatAnswer(Answer):
-    """Chat completions: a stream opens with the role of each choice."""
+    """Chat completions: a stream opens with the role of each choice, and tool calls go out piece by piece."""
 
     id_prefix = "chatcmpl"
     object_name = "chat.completion"
     chunk_object_name = "chat.completion.chunk"
 
-    def __init__(self, options: AnswerOptions, generation: Generation, prompt: Prompt) -> None:
-        super().__init__(options, generation)
-        self._prompt = prompt
+    def __init__(self, started: StartedChat) -> None:
+        super().__init__(started.options, started.generation)
+        self._prompt = started.prompt
+        self._echo = _echo(started.body)
 
     def opening_choices(self) -> list[dict[str, Any]]:
-        delta = {"role": "assistant", "content": ""}
+        deltas = [{"role": "assistant", "content": ""}, *([{"content": self._echo}] if self._echo else ())]
         return [
             {"index": choice.index, "delta": delta, "logprobs": None, "finish_reason": None}
+            for delta in deltas
             for choice in self.generation.choices
         ]
 
@@ -105,14 +55,57 @@ class ChatAnswer(Answer):
             fields["prompt_logprobs"] = logprobs
         return fields
 
+    def finish_reason(self, delta: Delta) -> str | None:
+        has_calls = self.generation.choices[delta.index].num_calls > 0
+        return "tool_calls" if has_calls and delta.finish_reason == "stop" else delta.finish_reason
+
     def chunk_choice(self, delta: Delta) -> dict[str, Any]:
         content = {"content": delta.text} if delta.text else {}
         return {"index": delta.index, "delta": content, "logprobs": self._logprobs_of(delta)}
 
     def whole_choice(self, whole: Delta) -> dict[str, Any]:
-        message = {"role": "assistant", "content": whole.text, "refusal": None}
+        message: dict[str, Any] = {"role": "assistant", "content": self._echo + whole.text, "refusal": None}
+        if calls := _whole_calls(whole.pieces):
+            message |= {"content": message["content"] or None, "tool_calls": calls}
         return {"index": whole.index, "message": message, "logprobs": self._logprobs_of(whole)}
+
+    def delta_events(self, delta: Delta) -> bytes:
+        """A delta with calls makes a chunk for each piece, then one for its tokens and its end."""
+        if all(isinstance(piece, str) for piece in delta.pieces):
+            return super().delta_events(delta)
+        chunks = b"".join(self._event([self._piece_choice(delta.index, piece)]) for piece in delta.pieces)
+        rest = Delta(delta.index, tokens=delta.tokens, finish_reason=delta.finish_reason, stop_reason=delta.stop_reason)
+        is_told = self.options.num_top_logprobs is not None or self.options.return_token_ids
+        return chunks + super().delta_events(rest) if is_told or rest.finish_reason is not None else chunks
+
+    def _piece_choice(self, index: int, piece: Piece) -> dict[str, Any]:
+        delta = {"content": piece} if isinstance(piece, str) else {"tool_calls": [_call_delta(piece)]}
+        return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
 
     def _logprobs_of(self, delta: Delta) -> dict[str, Any] | None:
         num_top = self.options.num_top_logprobs
         return None if num_top is None else chat_logprobs(delta.tokens, self.options.tokenizer, num_top)
+
+
+def _echo(body: ChatBody) -> str:
+    """The text that the answer begins with, because it goes on from there."""
+    last = body.messages[-1]
+    return (last.content or "") if body.echo and last.role == "assistant" else ""
+
+
+def _call_delta(piece: CallStart | CallArguments) -> dict[str, Any]:
+    if isinstance(piece, CallArguments):
+        return {"index": piece.index, "function": {"arguments": piece.text}}
+    function = {"name": piece.name, "arguments": ""}
+    return {"index": piece.index, "id": piece.call_id, "type": "function", "function": function}
+
+
+def _whole_calls(pieces: list[Piece]) -> list[dict[str, Any]]:
+    calls: list[dict[str, Any]] = []
+    for piece in pieces:
+        if isinstance(piece, CallStart):
+            function = {"name": piece.name, "arguments": ""}
+            calls.append({"id": piece.call_id, "type": "function", "function": function})
+        elif isinstance(piece, CallArguments):
+            calls[piece.index]["function"]["arguments"] += piece.text
+    return calls

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import jinja2
-from jinja2 import nodes
+from jinja2 import meta, nodes
 from jinja2.exceptions import SecurityError, TemplateError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
@@ -30,10 +30,14 @@ class ChatTemplate:
 
     def __init__(self, source: str, special_tokens: Mapping[str, object] | None = None) -> None:
         """Raises `ConfigError` if the template does not compile."""
-        self._special_tokens = dict(special_tokens or {})
+        self.source = source
+        self.special_tokens = dict(special_tokens or {})
+        environment = _environment()
         try:
-            self._template = _environment().from_string(source)
-        except TemplateError as error:
+            self._template = environment.from_string(source)
+            self.names = frozenset(meta.find_undeclared_variables(environment.parse(source)))
+            """What the template reads: without `tools`, say, it cannot show any."""
+        except (TemplateError, RecursionError) as error:
             raise ConfigError(f"--model: the chat template does not compile: {error}") from error
 
     def render(
@@ -42,27 +46,43 @@ class ChatTemplate:
         *,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] = (),
+        documents: Sequence[Mapping[str, Any]] = (),
         extra: Mapping[str, Any] | None = None,
     ) -> str:
         """The prompt. Raises `RequestError` where the template refuses the conversation."""
         chat = [{key: value for key, value in message.items() if value is not None} for message in messages]
         if continue_final_message:
             _tag_final_message(chat)
-        text = self._run(chat, add_generation_prompt, extra or {})
+        names = {**self.special_tokens, **(extra or {}), "tools": list(tools) or None, "messages": chat}
+        names |= {"documents": list(documents) or None, "add_generation_prompt": add_generation_prompt}
+        text = self._run(names)
         return _cut_at_tag(text) if continue_final_message else text
 
-    def _run(self, chat: list[dict[str, Any]], add_generation_prompt: bool, extra: Mapping[str, Any]) -> str:
-        names = {**self._special_tokens, **extra, "tools": None, "documents": None, "messages": chat}
+    def _run(self, names: Mapping[str, Any]) -> str:
         try:
-            return self._template.render(**names, add_generation_prompt=add_generation_prompt)
-        except (TemplateError, TypeError, ValueError, LookupError, ArithmeticError) as error:
+            return self._template.render(names)
+        except (TemplateError, TypeError, ValueError, LookupError, ArithmeticError, RecursionError) as error:
             raise RequestError(f"the chat template refuses these messages: {error}", param="messages") from error
 
 
-def load_chat_template(directory: Path, tokenizer_config: Mapping[str, Any]) -> ChatTemplate | None:
+class ChatTemplates:
+    """A checkpoint's template, and the one for conversations with tools where it has two."""
+
+    def __init__(self, default: ChatTemplate, tool_use: ChatTemplate | None = None) -> None:
+        self.default = default
+        self.tool_use = tool_use or default
+
+    def for_tools(self, has_tools: bool) -> ChatTemplate:
+        return self.tool_use if has_tools else self.default
+
+
+def load_chat_template(directory: Path, tokenizer_config: Mapping[str, Any]) -> ChatTemplates | None:
     """The checkpoint's template: `chat_template.jinja` before the one inside `tokenizer_config.json`."""
-    source = _template_source(directory, tokenizer_config)
-    return None if source is None else ChatTemplate(source, special_tokens(tokenizer_config))
+    sources = _template_sources(directory, tokenizer_config)
+    tokens = special_tokens(tokenizer_config)
+    compiled = {name: ChatTemplate(sources[name], tokens) for name in ("default", "tool_use") if name in sources}
+    return ChatTemplates(compiled["default"], compiled.get("tool_use")) if "default" in compiled else None
 
 
 def special_tokens(tokenizer_config: Mapping[str, Any]) -> dict[str, object]:
@@ -75,15 +95,15 @@ def special_tokens(tokenizer_config: Mapping[str, Any]) -> dict[str, object]:
     return found
 
 
-def _template_source(directory: Path, tokenizer_config: Mapping[str, Any]) -> str | None:
+def _template_sources(directory: Path, tokenizer_config: Mapping[str, Any]) -> dict[str, str]:
+    """Templates by name; most checkpoints have only the default."""
     file = directory / "chat_template.jinja"
     if file.is_file():
-        return file.read_text(encoding="utf-8")
+        return {"default": file.read_text(encoding="utf-8")}
     source = tokenizer_config.get("chat_template")
     if isinstance(source, list):
-        named = {entry["name"]: entry["template"] for entry in source}
-        source = named.get("default")
-    return source if isinstance(source, str) else None
+        return {entry["name"]: entry["template"] for entry in source}
+    return {"default": source} if isinstance(source, str) else {}
 
 
 def _tag_final_message(chat: list[dict[str, Any]]) -> None:

@@ -1,6 +1,6 @@
 """One sequence's output as the client will see it: text, the tokens behind it, and how it ended."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from connector.kv_transfer_params import KVTransferParams
@@ -10,6 +10,7 @@ from engine.request import SampledToken
 from server.detokenizer import Detokenizer
 from server.stop_strings import StopStrings
 from server.tokenizer import Tokenizer
+from server.tool_parser import CallStart, Piece, ToolParser
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,6 +23,10 @@ class OutputOptions:
     min_tokens: int = 0
     is_prompt_only: bool = False
     """The one token that had to be generated is not shown."""
+    make_tool_parser: Callable[[], ToolParser] | None = None
+    """Where the text may hold tool calls: what splits one choice's."""
+    shown_special_ids: frozenset[int] = frozenset()
+    """Special tokens whose text is wanted, because tool calls are marked with them."""
 
 
 @dataclass(slots=True)
@@ -30,6 +35,9 @@ class Delta:
 
     index: int
     text: str = ""
+    """Content. Tool calls are no part of it."""
+    pieces: list[Piece] = field(default_factory=list)
+    """Content and tool calls in their order, where the text is split; else empty."""
     tokens: list[SampledToken] = field(default_factory=list)
     finish_reason: str | None = None
     stop_reason: int | str | None = None
@@ -37,7 +45,7 @@ class Delta:
     @property
     def shows(self) -> bool:
         """Whether there is anything to tell the client."""
-        return bool(self.text or self.tokens) or self.finish_reason is not None
+        return bool(self.text or self.pieces or self.tokens) or self.finish_reason is not None
 
 
 class Choice:
@@ -50,10 +58,15 @@ class Choice:
         self.num_cached_tokens = 0
         self.prompt_logprobs: list[PromptLogprobs] = []
         """Complete when the first delta is."""
+        self.num_calls = 0
+        """Tool calls that have begun."""
         self.kv_transfer_params: KVTransferParams | None = None
         """Where the node holds the KV, if it was asked to."""
         self._options = options
-        self._detokenizer = Detokenizer(tokenizer, prompt, skip_special_tokens=options.skip_special_tokens)
+        self._detokenizer = Detokenizer(
+            tokenizer, prompt, skip_special_tokens=options.skip_special_tokens, shown_special=options.shown_special_ids
+        )
+        self._tool_parser = options.make_tool_parser() if options.make_tool_parser else None
         self._stops = StopStrings(options.stop, include_in_output=options.include_stop_str_in_output)
         self._held_tokens: list[SampledToken] = []
 
@@ -66,12 +79,21 @@ class Choice:
         delta = Delta(self.index, finish_reason=output.finish_reason, stop_reason=output.stop_reason)
         delta.text = self._read(output)
         if delta.finish_reason is not None:
-            delta.text += self._stops.feed(self._detokenizer.flush()) + self._stops.flush()
+            delta.text += self._stops.flush()
         if self._stops.matched is not None:
             delta.finish_reason, delta.stop_reason = "stop", self._stops.matched
-        if delta.text or delta.finish_reason is not None:
+        if self._tool_parser is not None:
+            self._split(delta, self._tool_parser)
+        if delta.text or delta.pieces or delta.finish_reason is not None:
             delta.tokens, self._held_tokens = self._held_tokens, []
         return delta
+
+    def _split(self, delta: Delta, parser: ToolParser) -> None:
+        delta.pieces = parser.feed(delta.text)
+        if delta.finish_reason is not None:
+            delta.pieces += parser.flush()
+        delta.text = "".join(piece for piece in delta.pieces if isinstance(piece, str))
+        self.num_calls += sum(isinstance(piece, CallStart) for piece in delta.pieces)
 
     def _read(self, output: TokenOutput) -> str:
         """The text that the output's tokens free. Stops at a stop string."""
@@ -81,10 +103,8 @@ class Choice:
             self.num_tokens += 1
             self._held_tokens.append(token)
             if not (hides_last and position == len(output.tokens)):
-                text += self._checked(self._detokenizer.feed(token.token_id))
+                may_end = self.num_tokens >= self._options.min_tokens
+                text += self._stops.feed(self._detokenizer.feed(token.token_id), may_end=may_end)
             if self._stops.matched is not None:
                 break
         return text
-
-    def _checked(self, piece: str) -> str:
-        return self._stops.feed(piece) if self.num_tokens >= self._options.min_tokens else piece

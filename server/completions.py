@@ -8,6 +8,7 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 
 from engine.errors import RequestError
+from engine.grammar import Grammar
 from server.answer import Answer, AnswerOptions
 from server.choice import Delta
 from server.generation import Generation
@@ -41,16 +42,16 @@ async def _start(body: CompletionBody, request: Request, service: Service) -> "C
     arrival = time.monotonic()
     model = service.model_name(body.model)
     _check(body)
-    max_model_len = service.admit()
+    max_model_len = service.admit(len(body.prompt) * max(body.n or 1, body.best_of or 1))
     kept = max_prompt_len(body.truncate_prompt_tokens, _max_tokens(body), max_model_len)
     prompts = await service.prompts.read_completion(body, max_model_len, kept)
     request_id = adopt_request_id(request, body.request_id)
-    options = answer_options(body, request_id, model, service.assets.tokenizer, body.logprobs)
+    options = answer_options(body, request_id, model, service.assets, body.logprobs)
     echoes = [_echo(prompt, options.tokenizer) if body.echo else None for prompt in prompts]
     submission = Submission(
         request_id=options.request_id,
         arrival=arrival,
-        jobs=_jobs(body, prompts, service, max_model_len),
+        jobs=_jobs(body, prompts, await service.grammars.read(body), service, max_model_len),
         options=output_options(body, is_prompt_only=body.max_tokens == 0),
         cache_salt=body.cache_salt or "",
         priority=priority_of(body, request),
@@ -82,13 +83,16 @@ def _max_tokens(body: CompletionBody) -> int:
     return 1 if body.max_tokens == 0 and body.echo else body.max_tokens
 
 
-def _jobs(body: CompletionBody, prompts: list[Prompt], service: Service, max_model_len: int) -> list[Job]:
+def _jobs(
+    body: CompletionBody, prompts: list[Prompt], grammar: Grammar | None, service: Service, max_model_len: int
+) -> list[Job]:
     is_ranked = _num_generated(body) > (body.n or 1)
     base = base_sampling(
         body,
         service.assets,
         logprobs=0 if body.logprobs is None and is_ranked else body.logprobs,
         prompt_logprobs=_most(body.prompt_logprobs, body.logprobs if body.echo else None),
+        grammar=grammar,
     )
     asked = None if body.max_tokens is None else _max_tokens(body)
     jobs = []

@@ -19,6 +19,7 @@ from connector.link import Links
 from connector.server_messages import Generate, NodeHello, TokenOutput
 from engine.errors import ErrorKind, ServingError
 from engine.sampling_params import SamplingParams
+from engine.trace import TraceContext
 from server.config import ServerConfig
 from server.metrics import Metrics
 from server.node_client import NodeClient, OutputSink
@@ -48,6 +49,7 @@ class Work:
     sampling: SamplingParams
     cache_salt: str = ""
     priority: int = 0
+    trace: TraceContext | None = None
     kv_transfer_params: KVTransferParams | None = None
 
     @property
@@ -117,6 +119,17 @@ class Fleet:
         """The longest prompt plus output that every node can take; None before a decode node said hello."""
         lengths = [node.hello.max_model_len for node in self._nodes if node.hello and not self._refusal(node)]
         return min(lengths, default=None) if self._reference else None
+
+    @property
+    def capacity(self) -> int:
+        """Sequences that the nodes which take requests run or let wait; 0 if none is ready."""
+        return sum(node.capacity for node in self._ready(self._takers))
+
+    @property
+    def is_full(self) -> bool:
+        """Whether every ready node has as many as that, as of its last heartbeat."""
+        ready = [node for node in self._takers if node.not_ready_reason is None]
+        return bool(ready) and all(node.is_full for node in ready)
 
     @property
     def cannot_serve_reason(self) -> str | None:
@@ -248,6 +261,7 @@ def _message(work: Work, candidates: list[str]) -> Generate:
         sampling=work.sampling,
         cache_salt=work.cache_salt,
         priority=work.priority,
+        trace=work.trace,
         prefill_nodes=candidates,
         kv_transfer_params=work.kv_transfer_params,
     )

@@ -9,6 +9,7 @@ from typing import Any
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from engine.errors import ErrorKind, RequestError, ServingError
 from server.generation import ClientGone
@@ -31,17 +32,42 @@ STATUS_OF_KIND: dict[ErrorKind, HTTPStatus] = {
 }
 _TYPE_OF_STATUS = {
     400: "BadRequestError",
+    401: "AuthenticationError",
     404: "NotFoundError",
     405: "MethodNotAllowedError",
+    408: "RequestTimeoutError",
     413: "RequestEntityTooLargeError",
     415: "UnsupportedMediaTypeError",
     422: "UnprocessableEntityError",
     429: "RateLimitError",
+    431: "RequestHeaderFieldsTooLargeError",
     500: "InternalServerError",
     502: "BadGatewayError",
     503: "ServiceUnavailableError",
     504: "GatewayTimeoutError",
 }
+
+_NOT_SERVED = {
+    "/v1/embeddings": "embeddings",
+    "/v1/audio": "audio",
+    "/v1/images": "images",
+    "/v1/videos": "videos",
+    "/v1/moderations": "moderations",
+    "/v1/realtime": "realtime sessions",
+    "/v1/files": "files",
+    "/v1/batches": "batches",
+    "/v1/fine_tuning": "fine-tuning",
+    "/v1/assistants": "assistants",
+    "/v1/threads": "threads",
+    "/v1/messages": "the messages API",
+    "/v1/rerank": "reranking",
+    "/rerank": "reranking",
+    "/v1/score": "scores",
+    "/score": "scores",
+    "/pooling": "pooling",
+    "/classify": "classification",
+}
+"""What clients of OpenAI-compatible servers probe for. 404, because clients take a 501 for a fault and repeat."""
 
 
 def error_body(status: int, message: str, param: str | None = None) -> dict[str, Any]:
@@ -89,10 +115,6 @@ def install_error_handlers(app: FastAPI, service: Service) -> None:
         response.headers.update(error.headers or {})
         return response
 
-    @app.exception_handler(Exception)
-    async def on_bug(request: Request, error: Exception) -> Response:
-        return error_response(500, "internal error")
-
 
 def _first_complaint(errors: Sequence[Any]) -> tuple[str, str | None]:
     """Message and field of the first thing that is wrong with a body."""
@@ -110,8 +132,38 @@ def _first_complaint(errors: Sequence[Any]) -> tuple[str, str | None]:
 def _message_of(error: HTTPException, request: Request) -> str:
     match error.status_code:
         case 404:
-            return f"there is no {request.url.path}"
+            return _no_such_path(request.url.path)
         case 405:
             return f"{request.url.path} does not take {request.method}"
         case _:
             return str(error.detail)
+
+
+def _no_such_path(path: str) -> str:
+    for prefix, what in _NOT_SERVED.items():
+        if path == prefix or path.startswith(f"{prefix}/"):
+            return f"{path} is not supported: this server generates text, it does not do {what}"
+    return f"there is no {path}"
+
+
+class BugMiddleware:
+    """An exception that nothing else maps is a bug: the client gets an answer, with all the headers that others have,
+    and the exception goes on to whoever logs it."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        has_begun = False
+
+        async def send_noting(message: Message) -> None:
+            nonlocal has_begun
+            has_begun = True
+            await send(message)
+
+        try:
+            await self._app(scope, receive, send_noting)
+        except Exception:
+            if not has_begun and scope["type"] == "http":
+                await error_response(500, "internal error")(scope, receive, send)
+            raise

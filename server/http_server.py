@@ -6,6 +6,7 @@ bind --> load, dial nodes --> on_listening --> serve --> signal --> stop accepti
 import contextlib
 import signal
 import socket
+import ssl
 import threading
 from collections.abc import Awaitable, Callable, Iterator
 
@@ -13,11 +14,12 @@ import uvicorn
 from fastapi import FastAPI
 
 from engine.errors import ConfigError
+from server.http_protocol import HttpProtocol
+from server.http_settings import LimitsConfig
 
 BACKLOG = 2048
 CANCEL_AFTER_SECONDS = 1
 """Once drained, how long responses may still take to be written to clients that do not read."""
-KEEP_ALIVE_SECONDS = 75
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -41,25 +43,37 @@ def bind(host: str, port: int) -> socket.socket:
     return listener
 
 
-def url_of(listener: socket.socket) -> str:
+def url_of(listener: socket.socket, scheme: str = "http") -> str:
     host, port = listener.getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
 class HttpServer(uvicorn.Server):
     """uvicorn, with our own order of shutting down and an exit code of 0 after a signal."""
 
-    def __init__(self, app: FastAPI, *, drain: Callable[[], Awaitable[None]], on_listening: Callable[[], None]) -> None:
-        super().__init__(
-            uvicorn.Config(
-                app,
-                log_config=None,
-                access_log=False,
-                server_header=False,
-                timeout_keep_alive=KEEP_ALIVE_SECONDS,
-                timeout_graceful_shutdown=CANCEL_AFTER_SECONDS,
-            )
+    def __init__(
+        self,
+        app: FastAPI,
+        *,
+        drain: Callable[[], Awaitable[None]],
+        on_listening: Callable[[], None],
+        limits: LimitsConfig | None = None,
+        tls: ssl.SSLContext | None = None,
+    ) -> None:
+        limits = limits or LimitsConfig()
+        config = uvicorn.Config(
+            app,
+            http=HttpProtocol.with_limits(limits),
+            ws="none",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            timeout_keep_alive=limits.keep_alive_timeout,  # type: ignore[arg-type]
+            timeout_graceful_shutdown=CANCEL_AFTER_SECONDS,
         )
+        config.load()
+        config.ssl = tls
+        super().__init__(config)
         self._drain = drain
         self._on_listening = on_listening
 

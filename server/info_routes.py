@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from dataclasses import asdict
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from fastapi import APIRouter, Response
@@ -11,13 +10,16 @@ from prometheus_client import CONTENT_TYPE_LATEST
 
 from server.http_errors import RETRY_AFTER_SECONDS
 from server.service import Service
+from server.version import package_version
 
 
 def info_routes(service: Service) -> APIRouter:
     router = APIRouter()
 
     @router.get("/health")
+    @router.head("/health")
     @router.get("/ping")
+    @router.head("/ping")
     @router.post("/ping")
     async def health() -> Response:
         """Liveness only: the process answers."""
@@ -37,6 +39,11 @@ def info_routes(service: Service) -> APIRouter:
     async def show_version() -> dict[str, str]:
         return {"version": package_version()}
 
+    @router.get("/load")
+    async def load() -> dict[str, int]:
+        """The requests for work that are under way here."""
+        return {"server_load": service.admission.num_requests}
+
     @router.get("/metrics")
     async def metrics() -> Response:
         return Response(service.metrics.expose(), media_type=CONTENT_TYPE_LATEST)
@@ -51,13 +58,6 @@ def info_routes(service: Service) -> APIRouter:
         return next(card for card in _cards(service) if card["id"] == name)
 
     return router
-
-
-def package_version() -> str:
-    try:
-        return version("pdserve")
-    except PackageNotFoundError:
-        return "unknown"
 
 
 def _cards(service: Service) -> Iterator[dict[str, Any]]:

@@ -46,6 +46,9 @@ class Metrics:
         self.prompt_tokens = self._counter("vllm:prompt_tokens", "Prompt tokens of sequences that got a token.")
         self.cached_tokens = self._counter("vllm:prompt_tokens_cached", "Prompt tokens found in a prefix cache.")
         self.generation_tokens = self._counter("vllm:generation_tokens", "Tokens received from decode nodes.")
+        self.admission_rejections = self._counter(
+            "vllm:admission_rejections", "Requests refused because too much was under way."
+        )
         self.ttft = self._histogram("vllm:time_to_first_token_seconds", "Arrival to first token.", TTFT_BUCKETS)
         self.itl = self._histogram("vllm:inter_token_latency_seconds", "Time between two outputs.", ITL_BUCKETS)
         self.e2e = self._histogram("vllm:e2e_request_latency_seconds", "Arrival to last token.", E2E_BUCKETS)
@@ -80,6 +83,7 @@ class Metrics:
         self.kv_releases = Counter(
             "pdserve_kv_releases", "Held KV given back because no node will fetch it.", registry=registry
         )
+        self.unauthorized = Counter("pdserve_unauthorized_requests", "Requests without a valid key.", registry=registry)
         self.malformed = Counter("pdserve_malformed_messages", "Messages that could not be read.", registry=registry)
         self.disconnects = Counter("pdserve_client_disconnects", "Requests whose client left.", registry=registry)
 

@@ -8,8 +8,12 @@ from typing import Any
 from engine.errors import ConfigError, RequestError
 from engine.model_config import ModelConfig
 from engine.sampling_params import SamplingParams
-from server.chat_template import ChatTemplate, load_chat_template
+from server.chat_template import ChatTemplates, load_chat_template
+from server.hermes_tool_parser import HermesToolParser
 from server.tokenizer import Tokenizer
+from server.tool_parser import ToolParser
+from server.tool_parsers import AUTO, choose_tool_parser
+from server.version import package_version
 
 _SAMPLING_FIELDS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
@@ -19,7 +23,9 @@ class ModelAssets:
     """The text side of a model."""
 
     tokenizer: Tokenizer
-    chat_template: ChatTemplate | None = None
+    chat_templates: ChatTemplates | None = None
+    tool_parser: type[ToolParser] = HermesToolParser
+    """For the format in which the model writes tool calls."""
     sampling_defaults: dict[str, float] = field(default_factory=dict)
     """What generation_config.json says in place of OpenAI's defaults, by the field names of `SamplingParams`."""
     vocab_size: int
@@ -27,14 +33,29 @@ class ModelAssets:
     config_digest: str
     """Of the model that this tokenizer belongs to; nodes must serve the same."""
 
+    @property
+    def fingerprint(self) -> str:
+        """What answers say that they come from: this version of the software, and the model."""
+        return f"pdserve-{package_version()}-{self.config_digest[:8]}"
 
-def load_model_assets(directory: Path) -> ModelAssets:
-    """Raises `ConfigError` naming --model and the file."""
+    @property
+    def tool_marker_ids(self) -> frozenset[int]:
+        """Special tokens that mark tool calls, and so must not be hidden from the parser."""
+        tokens = self.tokenizer.file.get_added_tokens_decoder()
+        marks = self.tool_parser.marks()
+        return frozenset(token_id for token_id in self.tokenizer.special_ids if tokens[token_id].content in marks)
+
+
+def load_model_assets(directory: Path, tool_call_parser: str = AUTO) -> ModelAssets:
+    """Raises `ConfigError` naming --model and the file, or the parser's flag."""
     tokenizer = Tokenizer.from_directory(directory)
     config = _read_json(directory / "config.json")
+    templates = load_chat_template(directory, _read_json(directory / "tokenizer_config.json"))
+    source = "" if templates is None else templates.tool_use.source
     return ModelAssets(
         tokenizer=tokenizer,
-        chat_template=load_chat_template(directory, _read_json(directory / "tokenizer_config.json")),
+        chat_templates=templates,
+        tool_parser=choose_tool_parser(tool_call_parser, source, tokenizer.file.get_vocab(with_added_tokens=True)),
         sampling_defaults=_sampling_defaults(_read_json(directory / "generation_config.json")),
         vocab_size=_vocab_size(config, tokenizer),
         config_digest=ModelConfig.from_checkpoint(directory).digest(),

@@ -44,6 +44,10 @@ from server.router import NodeView
 
 logger = logging.getLogger(__name__)
 
+SEQUENCES_PER_SEAT = 4
+"""How many sequences a node may have for each that it runs at once: one that would wait longer is better sent away."""
+MIN_QUEUE = 256
+
 
 class OutputSink(Protocol):
     """Where the outputs of one request go: any number without, then exactly one with a finish reason."""
@@ -103,6 +107,16 @@ class NodeClient(LinkHandler):
         if self._pong is None:
             return "no heartbeat answered yet"
         return None if self._pong.ready else (self._pong.reason or "not ready")
+
+    @property
+    def capacity(self) -> int:
+        """Sequences that the node runs or lets wait before it is full."""
+        seats = self.hello.max_num_seqs if self.hello else 0
+        return max(MIN_QUEUE, SEQUENCES_PER_SEAT * seats)
+
+    @property
+    def is_full(self) -> bool:
+        return self.view().load >= self.capacity
 
     @property
     def num_requests(self) -> int:

@@ -5,10 +5,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from engine.errors import RequestError
-from server.chat_template import RESERVED_NAMES
+from engine.errors import ConfigError, RequestError
+from server.chat_template import RESERVED_NAMES, ChatTemplate, ChatTemplates
 from server.model_assets import ModelAssets
 from server.protocol import ChatMessage, CompletionBody, TemplateFields
+from server.tool_prompt import with_tools_as_text
 
 MAX_INLINE_CHARS = 2000
 """About a millisecond of tokenizing; anything longer would hold up other requests' tokens."""
@@ -28,8 +29,9 @@ class Prompt:
 class PromptReader:
     """Raises `RequestError` naming the field for everything that is no prompt of this model."""
 
-    def __init__(self, assets: ModelAssets) -> None:
+    def __init__(self, assets: ModelAssets, *, trusts_templates: bool = False) -> None:
         self._assets = assets
+        self._trusts_templates = trusts_templates
 
     async def read_completion(
         self, body: CompletionBody, max_model_len: int, max_prompt_len: int | None = None
@@ -57,8 +59,13 @@ class PromptReader:
     ) -> Prompt:
         num_chars = sum(len(message.content or "") for message in messages)
         self._check_length(num_chars, max_model_len if max_prompt_len is None else None, "messages")
-        prompt = _checked(await _off_loop(num_chars, lambda: self._render(messages, fields)), "messages")
-        return _truncated(prompt, max_prompt_len)
+        if fields.chat_template is not None:
+            # It may do anything for any length of time: not in front of everybody else.
+            token_prompt = await asyncio.to_thread(self._render, messages, fields)
+        else:
+            num_chars += _num_json_chars(messages, fields)
+            token_prompt = await _off_loop(num_chars, lambda: self._render(messages, fields))
+        return _truncated(_checked(token_prompt, "messages"), max_prompt_len)
 
     def read_token_ids(self, token_ids: Sequence[int], param: str) -> Prompt:
         """Of a prompt that the client tokenized."""
@@ -76,20 +83,37 @@ class PromptReader:
         return self.read_token_ids(prompt, "prompt")
 
     def _render(self, messages: Sequence[ChatMessage], fields: TemplateFields) -> Prompt:
-        template = self._assets.chat_template
-        if template is None:
-            raise RequestError("this model has no chat template; use /v1/completions", param="messages")
+        tools = fields.shown_tools()
+        template = self._template(fields, has_tools=bool(tools))
         if fields.add_generation_prompt and fields.continue_final_message:
             rule = "continue_final_message excludes add_generation_prompt; set the latter to false"
             raise RequestError(rule, param="continue_final_message")
+        if fields.documents and "documents" not in template.names:
+            raise RequestError("this model's chat template does not take documents", param="documents")
+        chat = [message.for_template() for message in messages]
+        if "tools" not in template.names:
+            chat, tools = with_tools_as_text(chat, tools, self._assets.tool_parser), []
         text = template.render(
-            [message.for_template() for message in messages],
+            chat,
+            tools=tools,
+            documents=fields.documents or (),
             add_generation_prompt=fields.add_generation_prompt,
             continue_final_message=fields.continue_final_message,
             extra=_template_names(fields.chat_template_kwargs or {}),
         )
         ids = self._assets.tokenizer.encode(text, add_special_tokens=bool(fields.add_special_tokens))
         return Prompt(ids, text)
+
+    def _template(self, fields: TemplateFields, *, has_tools: bool) -> ChatTemplate:
+        templates = self._assets.chat_templates
+        if fields.chat_template is not None:
+            if not self._trusts_templates:
+                rule = "chat_template needs the server's flag --trust-request-chat-template"
+                raise RequestError(rule, param="chat_template")
+            return _request_template(fields.chat_template, templates)
+        if templates is None:
+            raise RequestError("this model has no chat template; use /v1/completions", param="messages")
+        return templates.for_tools(has_tools)
 
     def _check_length(self, num_chars: int, max_model_len: int | None, param: str) -> None:
         """Refuses a text that has too many tokens even if each is the longest there is."""
@@ -124,6 +148,20 @@ def _checked(prompt: Prompt, param: str) -> Prompt:
     if not prompt.token_ids:
         raise RequestError(f"{param} must not be empty", param=param)
     return prompt
+
+
+def _num_json_chars(messages: Sequence[ChatMessage], fields: TemplateFields) -> int:
+    """About how much there is to render besides the messages' text."""
+    calls = [call.function.arguments for message in messages for call in message.tool_calls or ()]
+    tools = [(tool.function.description, tool.function.parameters) for tool in fields.tools or ()]
+    return sum(len(str(value)) for value in (calls, tools, fields.documents) if value)
+
+
+def _request_template(source: str, templates: ChatTemplates | None) -> ChatTemplate:
+    try:
+        return ChatTemplate(source, None if templates is None else templates.default.special_tokens)
+    except ConfigError as error:
+        raise RequestError(f"chat_template: {error.__cause__}", param="chat_template") from error
 
 
 def _template_names(extra: dict[str, Any]) -> dict[str, Any]:

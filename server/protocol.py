@@ -7,11 +7,14 @@ change the answer and are not implemented are refused by name (`refuse_unsupport
 from collections.abc import Sequence
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, StrictStr
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator
 from pydantic_core import PydanticCustomError
 
 from engine.errors import RequestError
 from engine.sampling_params import MAX_LOGPROBS, MAX_STOPS
+from server.structured_protocol import StructuredFields
+from server.tool_protocol import ToolCallList, ToolChoice, ToolChoiceField, ToolList
+from server.unicode_text import JsonObject, Text, check_unicode
 
 REQUEST_ID_PATTERN = "^[!-~]{1,128}$"
 MAX_CHOICES = 128
@@ -25,16 +28,6 @@ MAX_BAD_WORD_CHARS = 256
 MAX_COUNT = 2**53
 
 
-def _check_unicode(text: str) -> str:
-    # JSON can spell half of a surrogate pair, which is no text: it can be neither tokenized nor sent back.
-    if not text.isascii() and any("\ud800" <= character <= "\udfff" for character in text):
-        raise PydanticCustomError("string_unicode", "Input should be valid Unicode text")
-    return text
-
-
-Text = Annotated[StrictStr, AfterValidator(_check_unicode)]
-
-
 def _is_token_ids(value: list[Any]) -> bool:
     # `type(...) is int` and not isinstance: true and false are not token ids.
     return bool(value) and all(type(token) is int and token >= 0 for token in value)
@@ -43,12 +36,12 @@ def _is_token_ids(value: list[Any]) -> bool:
 def _parse_prompt(value: Any) -> list[str] | list[list[int]]:
     """Each form of `prompt` as a list of prompts."""
     if isinstance(value, str):
-        return [_check_unicode(value)]
+        return [check_unicode(value)]
     if isinstance(value, list) and len(value) > MAX_PROMPTS and not isinstance(value[0], int):
         raise PydanticCustomError("prompt_count", "Input should hold at most {most} prompts", {"most": MAX_PROMPTS})
     if isinstance(value, list) and value:
         if all(isinstance(item, str) for item in value):
-            return [_check_unicode(item) for item in value]
+            return [check_unicode(item) for item in value]
         if _is_token_ids(value):
             return [value]
         if all(isinstance(item, list) and _is_token_ids(item) for item in value):
@@ -86,7 +79,7 @@ def _parse_stop(value: Any) -> list[str]:
     if len(stops) > MAX_STOP_STRINGS or not all(0 < len(stop) <= MAX_STOP_CHARS for stop in stops):
         rule = f"at most {MAX_STOP_STRINGS} strings of 1 to {MAX_STOP_CHARS} characters"
         raise PydanticCustomError("stop_size", "Input should be {rule}", {"rule": rule})
-    return [_check_unicode(stop) for stop in stops]
+    return [check_unicode(stop) for stop in stops]
 
 
 def _join_parts(value: Any) -> Any:
@@ -161,7 +154,7 @@ class KVTransferBody(BaseModel):
         return bool(self.do_remote_decode or self.do_remote_prefill)
 
 
-class GenerationBody(_Body):
+class GenerationBody(_Body, StructuredFields):
     """Fields that both kinds of completion share."""
 
     stream: bool | None = False
@@ -218,11 +211,18 @@ class ChatMessage(BaseModel):
     content: Annotated[Text | None, BeforeValidator(_join_parts)] = None
     name: Text | None = None
     tool_call_id: Text | None = None
+    """On a message of role `tool`: the call that it answers."""
+    tool_calls: ToolCallList | None = None
+    """On an assistant's message: what it called."""
 
     def for_template(self) -> dict[str, Any]:
         # `developer` is OpenAI's newer word for `system`, which is the one that templates know.
         role = "system" if self.role == "developer" else self.role
-        return {"role": role, "content": self.content, "name": self.name, "tool_call_id": self.tool_call_id}
+        message = {"role": role, "content": self.content, "name": self.name, "tool_call_id": self.tool_call_id}
+        if not self.tool_calls:
+            return message
+        calls = [call.for_template() for call in self.tool_calls]
+        return message | {"content": self.content or "", "tool_calls": calls}
 
 
 class TemplateFields(_Body):
@@ -233,6 +233,18 @@ class TemplateFields(_Body):
     add_special_tokens: bool | None = None
     """Default: true for a plain prompt; false for messages, whose template writes them out."""
     chat_template_kwargs: dict[str, Any] | None = None
+    chat_template: Text | None = None
+    """In place of the model's own; refused unless --trust-request-chat-template."""
+    documents: Annotated[list[JsonObject], Field(max_length=MAX_MESSAGES)] | None = None
+    """For templates that put documents into the prompt."""
+    tools: ToolList | None = None
+    tool_choice: ToolChoiceField = None
+    """Default: auto with tools, none without. With none the prompt does not show the tools."""
+
+    def shown_tools(self) -> list[dict[str, Any]]:
+        """The tools that the prompt tells of."""
+        is_none = self.tool_choice == ToolChoice("none")
+        return [] if is_none else [tool.for_template() for tool in self.tools or ()]
 
 
 class ChatBody(GenerationBody, TemplateFields):
@@ -242,6 +254,10 @@ class ChatBody(GenerationBody, TemplateFields):
     max_completion_tokens: int | None = None
     logprobs: bool | None = False
     top_logprobs: NumLogprobs | None = None
+    parallel_tool_calls: bool | None = True
+    """False: at most one call."""
+    echo: bool | None = False
+    """Begin the answer with the final message's text, if that is the assistant's."""
 
 
 class TokenizeBody(TemplateFields):
@@ -265,18 +281,12 @@ _UNSUPPORTED: dict[str, Neutral] = {
         "audio",
         "chat_template",
         "documents",
-        "echo",
         "functions",
-        "guided_choice",
-        "guided_grammar",
-        "guided_json",
-        "guided_regex",
         "guided_whitespace_pattern",
         "logits_processors",
         "prompt_embeds",
         "repetition_detection",
         "return_tokens_as_token_ids",
-        "structured_outputs",
         "suffix",
         "thinking_token_budget",
         "tools",
@@ -287,25 +297,23 @@ _UNSUPPORTED: dict[str, Neutral] = {
     "best_of": (None, 1),
     "function_call": (None, "none", "auto"),
     "modalities": (None, [], ["text"]),
-    "response_format": (None, {"type": "text"}),
     "reasoning_effort": (None, "none"),
     "tool_choice": (None, "none", "auto"),
     "verbosity": (None, "medium"),
     "web_search_options": (None,),
 }
-_UNSUPPORTED_IN_MESSAGE: dict[str, Neutral] = {
-    name: (None, [], {}) for name in ("audio", "function_call", "refusal", "tool_calls")
-}
+_UNSUPPORTED_IN_MESSAGE: dict[str, Neutral] = {name: (None, [], {}) for name in ("audio", "function_call", "refusal")}
 
 
 def refuse_unsupported(body: _Body) -> None:
     """Raises `RequestError` for a field that we do not implement and that would change the answer."""
-    _refuse(body.model_extra, _UNSUPPORTED, "")
+    refuse_fields(body.model_extra, _UNSUPPORTED, "")
     for position, message in enumerate(getattr(body, "messages", None) or ()):
-        _refuse(message.model_extra, _UNSUPPORTED_IN_MESSAGE, f"messages.{position}.")
+        refuse_fields(message.model_extra, _UNSUPPORTED_IN_MESSAGE, f"messages.{position}.")
 
 
-def _refuse(extra: dict[str, Any] | None, unsupported: dict[str, Neutral], path: str) -> None:
+def refuse_fields(extra: dict[str, Any] | None, unsupported: dict[str, Neutral], path: str) -> None:
+    """Raises `RequestError` for the first field of `extra` with a value that is not neutral."""
     for name in (extra or {}).keys() & unsupported.keys():
         if (extra or {})[name] not in unsupported[name]:
             raise RequestError(f"{path}{name} is not supported by this server", param=path + name)

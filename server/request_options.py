@@ -7,8 +7,9 @@ from fastapi import Request
 from engine.errors import RequestError
 from server.answer import AnswerOptions
 from server.choice import OutputOptions
+from server.model_assets import ModelAssets
 from server.protocol import GenerationBody, StreamOptions
-from server.tokenizer import Tokenizer
+from server.tools import ToolReading
 
 _INTEGER = re.compile("[+-]?[0-9]{1,10}")
 
@@ -25,18 +26,26 @@ def priority_of(body: GenerationBody, request: Request) -> int:
     return int(given)
 
 
-def output_options(body: GenerationBody, *, is_prompt_only: bool = False) -> OutputOptions:
+def output_options(
+    body: GenerationBody, tools: ToolReading | None = None, *, is_prompt_only: bool = False
+) -> OutputOptions:
     return OutputOptions(
         stop=tuple(body.stop),
         include_stop_str_in_output=bool(body.include_stop_str_in_output),
         skip_special_tokens=body.skip_special_tokens is not False,
         min_tokens=body.min_tokens or 0,
         is_prompt_only=is_prompt_only,
+        make_tool_parser=None if tools is None else tools.make_parser,
+        shown_special_ids=frozenset() if tools is None else tools.marker_ids,
     )
 
 
 def answer_options(
-    body: GenerationBody, request_id: str, model: str, tokenizer: Tokenizer, num_top_logprobs: int | None
+    body: GenerationBody,
+    request_id: str,
+    model: str,
+    assets: ModelAssets,
+    num_top_logprobs: int | None,
 ) -> AnswerOptions:
     """Raises `RequestError` for what a stream, or only a stream, can have."""
     if body.stream_options is not None and not body.stream:
@@ -47,7 +56,8 @@ def answer_options(
     return AnswerOptions(
         request_id=request_id,
         model=model,
-        tokenizer=tokenizer,
+        tokenizer=assets.tokenizer,
+        fingerprint=assets.fingerprint,
         num_per_prompt=body.n or 1,
         num_generated_per_prompt=getattr(body, "best_of", None) or body.n or 1,
         num_top_logprobs=num_top_logprobs,

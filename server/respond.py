@@ -10,11 +10,11 @@ from fastapi import Request, Response
 from starlette.types import Receive, Scope, Send
 
 from engine.errors import ServingError
-from server.answer import DONE, Answer, sse
 from server.choice import Delta
 from server.disconnect import on_disconnect
 from server.generation import ClientGone, Generation
 from server.http_errors import serving_error_body
+from server.reply import Reply
 
 logger = logging.getLogger(__name__)
 
@@ -25,7 +25,7 @@ async def raise_if_gone(request: Request) -> None:
         raise ClientGone
 
 
-async def respond(request: Request, answer: Answer, *, stream: bool) -> Response:
+async def respond(request: Request, answer: Reply, *, stream: bool) -> Response:
     """Raises `ServingError` or `ClientGone` if the request ends before anything was sent."""
     first = await _first_deltas(request, answer.generation)
     if stream:
@@ -57,7 +57,7 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, answer: Answer, first: list[Delta]) -> None:
+    def __init__(self, answer: Reply, first: list[Delta]) -> None:
         self.status_code = 200
         self.background = None
         self.body = b""
@@ -85,7 +85,7 @@ class EventStream(Response):
                 pending = b""
                 deltas = await answer.generation.next_deltas()
         except ServingError as error:
-            return sse(serving_error_body(error)) + DONE
+            return answer.failed(serving_error_body(error))
         except ClientGone:
             logger.info("client left in mid-stream")
             return b""

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from engine.errors import RequestError
+from engine.grammar import Grammar
 from engine.sampling_params import MAX_SEED, SamplingParams, check_vocab
 from server.model_assets import ModelAssets
 from server.protocol import GenerationBody
@@ -27,7 +28,12 @@ _FIELDS = (
 
 
 def base_sampling(
-    body: GenerationBody, assets: ModelAssets, *, logprobs: int | None, prompt_logprobs: int | None
+    body: GenerationBody,
+    assets: ModelAssets,
+    *,
+    logprobs: int | None,
+    prompt_logprobs: int | None,
+    grammar: Grammar | None,
 ) -> SamplingParams:
     """What all choices share; `for_choice` adds the output budget.
 
@@ -49,6 +55,7 @@ def base_sampling(
         seed=secrets.randbelow(MAX_SEED) if body.seed is None else body.seed,
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
+        grammar=grammar,
     )
     check_vocab(sampling, assets.vocab_size)
     return sampling

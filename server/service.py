@@ -5,11 +5,13 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from uuid import uuid4
 
 from connector.kv_transfer_params import KVTransferParams
 from engine.errors import ErrorKind, RequestError, ServingError
 from engine.sampling_params import SamplingParams
+from server.admission import Admission
 from server.choice import Choice, OutputOptions
 from server.config import ServerConfig
 from server.fleet import Fleet, Flight, Work
@@ -18,6 +20,8 @@ from server.metrics import Metrics, SequenceBooks
 from server.model_assets import ModelAssets
 from server.node_client import OutputSink
 from server.prompts import Prompt, PromptReader
+from server.structured_output import GrammarChecker
+from server.trace import current_trace
 
 MAX_SEQUENCES = 1024
 """Most sequences of one request: prompts times n."""
@@ -61,9 +65,11 @@ class Service:
         self.config = config
         self.assets = assets
         self.started_at = int(time.time())
-        self.prompts = PromptReader(assets)
+        self.prompts = PromptReader(assets, trusts_templates=config.trust_request_chat_template)
+        self.grammars = GrammarChecker()
         self.metrics = Metrics(config.model_names[0])
         self.fleet = Fleet(config, self.metrics, assets.config_digest)
+        self.admission = Admission(config.limits.max_in_flight, self.fleet, self.metrics.admission_rejections)
         self._is_draining = False
         self._generations: set[Generation] = set()
 
@@ -75,14 +81,16 @@ class Service:
             raise UnknownModel(requested)
         return requested
 
-    def admit(self) -> int:
-        """The longest prompt plus output served now. Raises `ServingError` if nothing can be served."""
+    def admit(self, num_sequences: int = 1) -> int:
+        """The longest prompt plus output served now. Raises `ServingError` if nothing, or not so many sequences, can
+        be served. Called before prompts are tokenized."""
         if self._is_draining:
             raise ServingError("the server is shutting down", kind=ErrorKind.NO_NODE_READY)
         max_model_len = self.fleet.max_model_len
         if max_model_len is None or (reason := self.fleet.cannot_serve_reason) is not None:
             reason = self.fleet.cannot_serve_reason or "no decode node is ready"
             raise ServingError(reason, kind=ErrorKind.NO_NODE_READY)
+        self.admission.check(num_sequences)
         return max_model_len
 
     @property
@@ -93,8 +101,8 @@ class Service:
         """Sends all jobs off. The caller must use the generation as a context manager."""
         if len(submission.jobs) > MAX_SEQUENCES:
             raise RequestError(f"prompts times n must be at most {MAX_SEQUENCES}", param="n")
-        generation = Generation(on_close=self._generations.discard)
-        self._generations.add(generation)
+        self.admission.check(len(submission.jobs))
+        generation = self._open(len(submission.jobs))
         # Clients choose request ids freely, and twice the same; what crosses to the nodes must be unique.
         unique = f"{submission.request_id}-{uuid4().hex[:12]}"
         try:
@@ -131,6 +139,19 @@ class Service:
         for generation in list(self._generations):
             generation.abort(error)
 
+    def _open(self, num_sequences: int) -> Generation:
+        generation = Generation(on_close=partial(self._close, num_sequences))
+        self._generations.add(generation)
+        self.admission.num_submitted += 1
+        self.admission.num_sequences += num_sequences
+        return generation
+
+    def _close(self, num_sequences: int, generation: Generation) -> None:
+        if generation in self._generations:
+            self._generations.remove(generation)
+            self.admission.num_submitted -= 1
+            self.admission.num_sequences -= num_sequences
+
     def _launch(self, generation: Generation, submission: Submission, index: int, unique_id: str) -> None:
         job = submission.jobs[index]
         token_ids = job.prompt.token_ids
@@ -140,6 +161,7 @@ class Service:
             sampling=job.sampling,
             cache_salt=submission.cache_salt,
             priority=submission.priority,
+            trace=current_trace.get(),
             kv_transfer_params=submission.kv_transfer_params,
         )
 

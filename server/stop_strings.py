@@ -17,15 +17,17 @@ class StopStrings:
         self._held = ""
         self.matched: str | None = None
 
-    def feed(self, piece: str) -> str:
-        """The text that is free to go. Once `matched` is set everything further is swallowed."""
+    def feed(self, piece: str, *, may_end: bool = True) -> str:
+        """The text that is free to go. Once `matched` is set everything further is swallowed.
+
+        A stop string whose last character is in a piece that may not end the text is text like any other.
+        """
         if self.matched is not None:
             return ""
         if not self._stops:
             return piece
         text = self._held + piece
-        match = self._first_match(text)
-        if match is not None:
+        if may_end and (match := self._first_match(text)) is not None:
             return self._end_at(text, *match)
         kept = self._length_of_candidate(text)
         free = len(text) - kept
@@ -39,7 +41,13 @@ class StopStrings:
 
     def _first_match(self, text: str) -> tuple[int, str] | None:
         """(end, stop string) of the match that ends first."""
-        found = [(start + len(stop), -len(stop), stop) for stop in self._stops if (start := text.find(stop)) >= 0]
+        # One that ends within what was held back would have ended the text before, had it been allowed to.
+        num_held = len(self._held)
+        found = [
+            (start + len(stop), -len(stop), stop)
+            for stop in self._stops
+            if (start := text.find(stop, max(0, num_held + 1 - len(stop)))) >= 0
+        ]
         if not found:
             return None
         end, _, stop = min(found)

@@ -1,6 +1,5 @@
 """The tokenizer of a checkpoint directory. One object serves all requests; it is read only and thread safe."""
 
-import json
 from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -8,6 +7,7 @@ from pathlib import Path
 from tokenizers import Tokenizer as TokenizerFile
 
 from engine.errors import ConfigError, RequestError
+from server.token_bytes import TokenBytes
 
 TOKEN_CACHE_SIZE = 65536
 
@@ -23,8 +23,10 @@ class Tokenizer:
         self.vocab_size = file.get_vocab_size(with_added_tokens=True)
         self.special_ids = frozenset(i for i, token in file.get_added_tokens_decoder().items() if token.special)
         self.max_token_chars = max((len(token) for token in file.get_vocab(with_added_tokens=True)), default=1)
-        self._is_byte_level = _has_decoder(file, "ByteLevel")
-        self._has_byte_fallback = _has_decoder(file, "ByteFallback")
+        self._bytes_of_text = TokenBytes(file)
+        self.strips_first_space = self._bytes_of_text.strips_first_space
+        self.decode_errors = self._bytes_of_text.decode_errors
+        """How bytes that are no text are read: a name for `codecs`."""
         self.token_bytes = lru_cache(TOKEN_CACHE_SIZE)(self._token_bytes)
 
     @classmethod
@@ -34,9 +36,10 @@ class Tokenizer:
         if not path.is_file():
             raise ConfigError(f"--model: there is no tokenizer.json in {directory}")
         try:
-            return cls(TokenizerFile.from_file(str(path)))
+            file = TokenizerFile.from_file(str(path))
         except Exception as error:  # the library raises bare Exception
             raise ConfigError(f"--model: cannot read {path}: {error}") from error
+        return cls(file)
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Token ids of `text`. Releases the interpreter lock while it works."""
@@ -63,33 +66,4 @@ class Tokenizer:
     def _token_bytes(self, token_id: int) -> bytes:
         """The bytes that a token stands for, which may end within a character; b"" for an id without a token."""
         token = self.file.id_to_token(token_id)
-        if token is None:
-            return b""
-        if self._is_byte_level:
-            return _byte_level_bytes(token)
-        if self._has_byte_fallback and len(token) == 6 and token.startswith("<0x"):
-            return bytes.fromhex(token[3:5])
-        return token.replace("\u2581", " ").encode()
-
-
-def _has_decoder(file: TokenizerFile, kind: str) -> bool:
-    if file.decoder is None:
-        return False
-    state = json.loads(file.decoder.__getstate__())
-    return any(decoder.get("type") == kind for decoder in [state, *state.get("decoders", [])])
-
-
-def _byte_level_bytes(token: str) -> bytes:
-    if all(character in _BYTE_OF for character in token):
-        return bytes(_BYTE_OF[character] for character in token)
-    return token.encode()
-
-
-def _byte_alphabet() -> dict[str, int]:
-    """The byte that each character of a byte-level vocabulary stands for: printable ones for themselves."""
-    printable = [*range(ord("!"), ord("~") + 1), *range(ord("\xa1"), ord("\xac") + 1), *range(ord("\xae"), 256)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
-
-
-_BYTE_OF = _byte_alphabet()
+        return b"" if token is None else self._bytes_of_text(token)

@@ -10,7 +10,13 @@ from contextlib import contextmanager
 
 import zmq
 
-from connector.peer_messages import FromDecode, FromPrefill, decode_from_decode_node, decode_from_prefill_node
+from connector.peer_messages import (
+    FromDecode,
+    FromPrefill,
+    PeerHello,
+    decode_from_decode_node,
+    decode_from_prefill_node,
+)
 
 Frames = list[bytes]
 Rule = Callable[[Frames], list[Frames]]
@@ -44,6 +50,7 @@ class MessageRelay:
         self._front.bind("tcp://127.0.0.1:0")
         self.address = self._front.getsockopt_string(zmq.LAST_ENDPOINT)
         self._backs: dict[bytes, zmq.Socket[bytes]] = {}
+        self._greeted = b""
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="message-relay")
         self._thread.start()
@@ -60,15 +67,14 @@ class MessageRelay:
         """Lets go all that is held, in `order`, each `times`; nothing is held any more. How many were held."""
         self._kinds_held.clear()
         held = [self._held.popleft() for _ in range(len(self._held))]
-        if held:
-            identity, is_back, _ = held[0]
-            frames = order([message for _, _, message in held])
-            self._released.extend((identity, is_back, message) for message in frames for _ in range(times))
+        ways = {id(frames): (identity, is_back) for identity, is_back, frames in held}
+        for frames in order([frames for _, _, frames in held]):
+            self._released.extend([(*ways[id(frames)], frames)] * times)
         return len(held)
 
     def say_to_decode(self, frames: Frames) -> None:
-        """A message out of nowhere, to the decode node that dialled last."""
-        self._released.append((list(self._backs)[-1], True, frames))
+        """A message out of nowhere, to the decode node that said hello last."""
+        self._released.append((self._greeted, True, frames))
 
     def num_held(self, kind: type) -> int:
         return sum(isinstance(_decode(is_back, frames), kind) for _, is_back, frames in list(self._held))
@@ -99,6 +105,8 @@ class MessageRelay:
     def _take(self, identity: bytes, is_back: bool, frames: Frames) -> None:
         message = _decode(is_back, frames)
         self.seen.append(message)
+        if isinstance(message, PeerHello):
+            self._greeted = identity
         if type(message) in self._kinds_held:
             self._held.append((identity, is_back, frames))
             return

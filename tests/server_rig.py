@@ -38,11 +38,13 @@ from connector.server_messages import (
 from connector.zmq_link import ZmqLinks
 from engine.model_config import ModelConfig
 from engine.request import SampledToken
+from server.api_keys import read_api_keys
 from server.app import create_app
 from server.config import ServerConfig
 from server.http_server import HttpServer, bind, url_of
 from server.model_assets import ModelAssets, load_model_assets
 from server.service import Service
+from server.tls import tls_context
 
 MODEL_NAME = "tiny"
 MAX_MODEL_LEN = 200
@@ -97,14 +99,14 @@ def config_digest() -> str:
         return ModelConfig.from_checkpoint(Path(directory)).digest()
 
 
-def write_model_directory(directory: Path, **generation_config: Any) -> Path:
-    """A checkpoint directory without weights."""
+def write_model_directory(directory: Path, tokenizer: str | None = None, **generation_config: Any) -> Path:
+    """A checkpoint directory without weights. `tokenizer`: another tokenizer.json than `tokenizer_json()`."""
     tokenizer_config = {
         "chat_template": CHAT_TEMPLATE,
         "eos_token": "<|im_end|>",
         "tokenizer_class": "PreTrainedTokenizerFast",
     }
-    (directory / "tokenizer.json").write_text(tokenizer_json())
+    (directory / "tokenizer.json").write_text(tokenizer or tokenizer_json())
     (directory / "tokenizer_config.json").write_text(json.dumps(tokenizer_config))
     (directory / "config.json").write_text(json.dumps(CONFIG))
     (directory / "generation_config.json").write_text(json.dumps(generation_config))
@@ -135,6 +137,7 @@ class FakeNode(LinkHandler):
         self.identity = make_identity()
         self.protocol_version = PROTOCOL_VERSION
         self.max_model_len = MAX_MODEL_LEN
+        self.max_num_seqs = 0
         self.ready, self.reason = True, ""
         self.ready_peers: list[str] = []
         self.load = NodeLoad()
@@ -179,6 +182,7 @@ class FakeNode(LinkHandler):
             model=self.identity,
             max_model_len=self.max_model_len,
             num_blocks=100,
+            max_num_seqs=self.max_num_seqs,
         )
 
     def pong(self, sequence: int) -> NodePong:
@@ -271,10 +275,17 @@ def running_server(
     with bind(config.host, config.port) as listener:
         service = Service(config, load_model_assets(directory))
         started = threading.Event()
-        http = HttpServer(create_app(service, links), drain=service.drain, on_listening=started.set)
+        tls = tls_context(config.tls)
+        http = HttpServer(
+            create_app(service, links, read_api_keys(config.access)),
+            drain=service.drain,
+            on_listening=started.set,
+            limits=config.limits,
+            tls=tls,
+        )
         thread = threading.Thread(target=http.run, kwargs={"sockets": [listener]})
         thread.start()
-        server = RunningServer(service, url_of(listener), http)
+        server = RunningServer(service, url_of(listener, "https" if tls else "http"), http)
         try:
             assert started.wait(10)
             yield server

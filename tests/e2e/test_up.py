@@ -92,6 +92,7 @@ def run_to_its_end(*argv: str) -> tuple[int, str]:
         (["up", "--model", "/no/such/file.gguf"], "--model"),
         (["up", "--decode-nodes", "0"], "--decode-nodes must be at least 1, got 0"),
         (["up", "--num-blok", "3"], "--num-blok"),
+        (["up", "--tool-call-parser", "qwen9"], "--tool-call-parser must be one of auto, hermes"),
         (["up", "--port", "many"], "--port"),
         (["decode", "--model", "MODEL", "--num-blocks", "4", "--max-model-len", "512"], "--num-blocks"),
         (["decode", "--model", "MODEL", "--max-model-len", "99999"], "--max-model-len"),

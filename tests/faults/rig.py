@@ -78,6 +78,7 @@ def assert_serves(ring: Ring, oracle: Oracle) -> None:
 def assert_transfers(decode: RunningNode, client: Client, oracle: Oracle) -> None:
     prompt = make_prompt(11, seed=next(_fresh_seeds))
     counters = decode.engine.scheduler.counters
-    before = counters.prompt_tokens_loaded
+    before = counters.prompt_tokens_computed
     assert_right(client.start(prompt, GREEDY)[1], oracle, prompt)
-    assert counters.prompt_tokens_loaded == before + len(prompt), "a silent fallback"
+    # Not what was loaded: an early request may be over before the end of its transfer was reported.
+    assert counters.prompt_tokens_computed == before, "a silent fallback"

@@ -100,7 +100,7 @@ def test_a_first_token_with_another_id_is_not_believed(relayed: tuple[Ring, Mess
     relay.hold(FirstToken)
     prompt = make_prompt(9, seed=9)
     _, answer = ring.client.start(prompt, GREEDY)
-    wait_until(lambda: relay.num_held(FirstToken) == 1, "the true one is held")
+    wait_until(lambda: relay.num_held(FirstToken) == 2, "the true one is held, and its copy")
     (transfer_id,) = {m.transfer_id for m in relay.seen if isinstance(m, FirstToken)} - served
     forged = FirstToken(transfer_id=transfer_id, epoch="another life", token=SampledToken(1), num_cached_tokens=0)
     relay.say_to_decode([encode(forged)])

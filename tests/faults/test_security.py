@@ -68,7 +68,7 @@ def test_nothing_is_granted_before_a_handshake(tiny_llama: Path, oracle: Oracle)
                 end=3,
                 block_ids=[0],
             )
-            other = ring.decode.worker.receiver._hello
+            other = ring.decode.worker.receiver.peers._hello
             hello = PeerHello(**{n: getattr(other, n) for n in other.__struct_fields__} | {"protocol_version": 99})
             for message in (grant, hello, grant):
                 dealer.send(encode(message))

@@ -54,7 +54,7 @@ def test_one_bad_layer(tiny_llama: Path, oracle: Oracle, load_mode: str, layer: 
     settings = {"transport": "zmq", "load_mode": load_mode, "long_prefill_token_threshold": 6}
     with fault_ring(tiny_llama, **settings) as ring:
         receiver = ring.decode.worker.receiver
-        check, spoilt = receiver._check, threading.Event()
+        check, spoilt = receiver._intake.check, threading.Event()
 
         def spoil_one(transfer, unit, payload):
             if unit.layer == layer and unit.start >= 6 and not spoilt.is_set():
@@ -62,7 +62,7 @@ def test_one_bad_layer(tiny_llama: Path, oracle: Oracle, load_mode: str, layer: 
                 torch.frombuffer(payload[0], dtype=torch.uint8)[3] ^= 1
             return check(transfer, unit, payload)
 
-        receiver._check = spoil_one
+        receiver._intake.check = spoil_one
         answers = [ring.client.start(prompt, GREEDY)[1] for prompt in prompts]
         for prompt, answer in zip(prompts, answers, strict=True):
             assert_right(answer, oracle, prompt)
@@ -71,7 +71,7 @@ def test_one_bad_layer(tiny_llama: Path, oracle: Oracle, load_mode: str, layer: 
         counters = ring.decode.engine.scheduler.counters
         assert counters.num_loads_recomputed == 1
         assert 0 < counters.recomputed_tokens <= 11, "the first chunk was good"
-        del receiver._check
+        del receiver._intake.check
 
 
 @pytest.mark.parametrize("load_mode", ["async", "sync"])

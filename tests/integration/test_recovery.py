@@ -69,7 +69,7 @@ def test_one_bad_unit_costs_its_request_some_tokens_and_others_nothing(tiny_llam
     prompts = [make_prompt(33, seed=62 + i) for i in range(4)]
     with running_ring(tiny_llama, transport="zmq") as ring:
         receiver = ring.decode.worker.receiver
-        check, spoilt = receiver._check, []
+        check, spoilt = receiver._intake.check, []
 
         def spoil_one(transfer, unit, payload):
             if unit.layer == 2 and not spoilt:
@@ -77,7 +77,7 @@ def test_one_bad_unit_costs_its_request_some_tokens_and_others_nothing(tiny_llam
                 torch.frombuffer(payload[0], dtype=torch.uint8)[7] ^= 1
             return check(transfer, unit, payload)
 
-        receiver._check = spoil_one
+        receiver._intake.check = spoil_one
         answers = [ring.client.start(prompt, GREEDY)[1] for prompt in prompts]
         for prompt, answer in zip(prompts, answers, strict=True):
             assert answer.final.finish_reason == "length"
@@ -98,7 +98,7 @@ def test_without_any_prefill_node_the_decode_node_serves_alone(tiny_llama: Path,
 
 
 def test_little_is_computed_here(tiny_llama: Path, oracle: Oracle):
-    with running_ring(tiny_llama, remote_prefill_threshold=8) as ring:
+    with running_ring(tiny_llama, remote_prefill_threshold=8, early_admission=False) as ring:
         for length, loaded in ((7, 0), (8, 8), (9, 8 + 9)):
             prompt = make_prompt(length, seed=67)
             assert ring.client.generate(prompt, GREEDY).token_ids == oracle.greedy(prompt, GREEDY.max_tokens)
@@ -118,10 +118,21 @@ def test_early_requests_make_the_same_tokens(tmp_path: Path, seed: int):
         assert ring.decode.worker.receiver.counters.num_barrier_waits > 0
 
 
+def test_the_first_token_overtakes_kv_under_way(tmp_path: Path):
+    """All of the KV fits the credit, so that most of it has left for the slow link when the token is sampled."""
+    model = save_tiny_model(tmp_path, num_hidden_layers=12, hidden_size=128, max_position_embeddings=2048)
+    settings = {"transport": "zmq", "num_blocks": 400, "early_admission": False}
+    with running_relay(bytes_per_second=8e6) as relay, running_ring(model, relay=relay, **settings) as ring:
+        wait_until(lambda: ring.prefill.worker.sender.num_express == 1, "the second connection")
+        ring.client.generate(make_prompt(600, seed=77), GREEDY)
+        (transfer,) = ring.decode.state()["transfers"]["recent"]
+        assert transfer["first_token_at"] < transfer["layer_complete_at"][6]
+
+
 def test_a_conversation_computes_only_what_is_new(tiny_llama: Path, oracle: Oracle):
     """Three turns: counted on both nodes, what is computed in turns two and three is new, within a block."""
     sampling = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
-    with running_ring(tiny_llama, num_blocks=200) as ring:
+    with running_ring(tiny_llama, num_blocks=200, early_admission=False) as ring:
 
         def computed() -> int:
             return sum(n.engine.scheduler.counters.prompt_tokens_computed for n in (ring.decode, ring.prefill))

@@ -27,7 +27,8 @@ def transport(request: pytest.FixtureRequest) -> str:
 
 
 def test_kv_really_travels_and_the_decode_node_computes_no_prompt(tiny_llama: Path, transport: str):
-    with running_ring(tiny_llama, transport=transport) as ring:
+    # An early request may be over before the end of its transfer was reported, and is then counted as cancelled.
+    with running_ring(tiny_llama, transport=transport, early_admission=False) as ring:
         for length in (5, 16, 33):
             ring.client.generate(make_prompt(length, seed=20), GREEDY)
         decode, prefill = ring.decode.engine.scheduler.counters, ring.prefill.engine.scheduler.counters
@@ -42,7 +43,7 @@ def test_kv_really_travels_and_the_decode_node_computes_no_prompt(tiny_llama: Pa
 
 def test_only_what_the_decode_node_lacks_travels(tiny_llama: Path, oracle: Oracle):
     prompt = make_prompt(33, seed=21)
-    with running_ring(tiny_llama) as ring:
+    with running_ring(tiny_llama, early_admission=False) as ring:
         ring.client.generate(prompt, GREEDY)
         before = ring.decode.worker.receiver.counters.num_bytes
         assert ring.client.generate(prompt, GREEDY).token_ids == oracle.greedy(prompt, GREEDY.max_tokens)
@@ -56,7 +57,7 @@ def test_layer_zero_arrives_while_the_last_layer_is_still_to_be_computed(tmp_pat
     model = save_tiny_model(
         tmp_path, num_hidden_layers=8, hidden_size=256, intermediate_size=1024, max_position_embeddings=2048
     )
-    settings = {"transport": "zmq", "num_blocks": 600, "long_prefill_token_threshold": 0}
+    settings = {"transport": "zmq", "num_blocks": 600, "long_prefill_token_threshold": 0, "early_admission": False}
     with running_relay(bytes_per_second=20e6) as relay, running_ring(model, relay=relay, **settings) as ring:
         ring.client.generate(make_prompt(1500, seed=22), SamplingParams(temperature=0.0, max_tokens=2))
         (transfer,) = ring.decode.state()["transfers"]["recent"]
@@ -171,9 +172,9 @@ def test_a_lost_prefill_node_ends_its_requests_and_its_return_is_used(tiny_llama
             assert answer.final.error_kind is ErrorKind.NO_NODE_READY
             with running_node("prefill", config, kv_listen=kv_address) as second:
                 wait_until(decode.worker.receiver.ready_peers, "the second handshake")
-                loaded = decode.engine.scheduler.counters.prompt_tokens_loaded
+                computed = decode.engine.scheduler.counters.prompt_tokens_computed
                 assert client.generate(prompt, GREEDY).token_ids == oracle.greedy(prompt, GREEDY.max_tokens)
-                assert decode.engine.scheduler.counters.prompt_tokens_loaded > loaded, "a silent fallback"
+                assert decode.engine.scheduler.counters.prompt_tokens_computed == computed, "a silent fallback"
                 wait_until(second.is_quiescent, f"at rest: {second.state()}")
                 wait_until(decode.is_quiescent, f"at rest: {decode.state()}")
 

@@ -82,7 +82,7 @@ def error_of(reply: Any) -> tuple[int, str | None, str]:
         ({"stream_options": {"include_usage": True}}, "stream_options"),
         ({"stream": True, "stream_options": {"include_usage": 3}}, "stream_options.include_usage"),
         ({"cache_salt": "x" * 5000}, "cache_salt"),
-        ({"tools": [{"type": "function"}]}, "tools"),
+        ({"functions": [{"name": "f"}]}, "functions"),
         ({"response_format": {"type": "json_object"}}, "response_format"),
         ({"prompt_logprobs": 21}, "prompt_logprobs"),
         ({"prompt_logprobs": -1}, "prompt_logprobs"),
@@ -138,11 +138,24 @@ def test_a_bad_field_is_named_by_both_endpoints(server: RunningServer, body: dic
         ({"best_of": 2, "stream": True}, "best_of"),
         ({"max_tokens": 0}, "max_tokens"),
         ({"suffix": "x"}, "suffix"),
+        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
     ],
 )
 def test_bad_completions(server: RunningServer, body: dict[str, Any], param: str) -> None:
     status, named, _ = error_of(post_ascii(server, "/v1/completions", {"prompt": "Hi", **body}))
     assert (status, named) == (400, param)
+
+
+TOOLS = [{"type": "function", "function": {"name": "f"}}]
+
+
+def named(name: str) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name}}
+
+
+def called(arguments: str) -> dict[str, Any]:
+    calls = [{"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}]
+    return {"messages": [{"role": "assistant", "tool_calls": calls}]}
 
 
 def message(**fields: Any) -> dict[str, Any]:
@@ -163,13 +176,30 @@ def message(**fields: Any) -> dict[str, Any]:
         (message(content=["Hi"]), "messages.0.content"),
         (message(content="\udc00"), "messages.0.content"),
         (message(content=None), "messages"),
-        (message(tool_calls=[{"id": "1"}]), "messages.0.tool_calls"),
+        (message(tool_calls=[{"id": "1"}]), "messages.0.tool_calls.0.function"),
+        (called("[1]"), "messages.0.tool_calls.0.function.arguments"),
+        (called("{'a': 1}"), "messages.0.tool_calls.0.function.arguments"),
+        (called("[" * 5000), "messages.0.tool_calls.0.function.arguments"),
+        (called('{"a": "\\ud800"}'), "messages.0.tool_calls.0.function.arguments"),
+        (message() | {"tools": [{"type": "function"}]}, "tools.0.function"),
+        (message() | {"tools": [{"type": "function", "function": {"name": ""}}]}, "tools.0.function.name"),
+        (message() | {"tools": [{"type": "web_search"}]}, "tools.0.type"),
+        (message() | {"tools": TOOLS, "tool_choice": "always"}, "tool_choice"),
+        (message() | {"tools": TOOLS, "tool_choice": {"type": "function", "function": {}}}, "tool_choice"),
+        (message() | {"tools": TOOLS, "tool_choice": named("g")}, "tool_choice"),
+        (message() | {"tools": TOOLS, "tool_choice": named("f")}, "tool_choice"),
+        (message() | {"tools": TOOLS, "tool_choice": "required"}, "tool_choice"),
+        (message() | {"tool_choice": "required"}, "tool_choice"),
+        (message() | {"tool_choice": named("f")}, "tool_choice"),
+        (message() | {"parallel_tool_calls": "no"}, "parallel_tool_calls"),
+        (message() | {"documents": [{"text": "x"}]}, "documents"),
+        (message() | {"function_call": {"name": "f"}}, "function_call"),
         (message() | {"logprobs": 3}, "logprobs"),
         (message() | {"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
         (message() | {"top_logprobs": 2}, "top_logprobs"),
         (message() | {"max_completion_tokens": 0}, "max_tokens"),
-        (message() | {"echo": True}, "echo"),
         (message() | {"best_of": 2}, "best_of"),
+        (message() | {"echo": 1}, "echo"),
         (message() | {"chat_template": "x"}, "chat_template"),
         (message() | {"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
     ],

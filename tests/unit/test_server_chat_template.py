@@ -58,6 +58,35 @@ def test_continuing_the_final_message_equals_transformers(name: str) -> None:
     assert ours == theirs
 
 
+TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}]
+DOCUMENTS = [{"title": "T", "text": "<x> & über"}]
+WITH_TOOLS = """
+{%- if tools is not none and tools %}{% for tool in tools %}{{ tool | tojson }}
+{% endfor %}{% endif %}
+{%- for d in documents or [] %}{{ d.title }}: {{ d['text'] }}
+{% endfor %}
+{%- for m in messages %}<{{ m.role }}>{{ m.content }}
+{%- for call in m.tool_calls or [] %}{{ call.function.name }}(
+{%- for key, value in call.function.arguments.items() %}{{ key }}={{ value | tojson }},{% endfor %}){% endfor %}
+{% endfor %}"""
+
+
+@pytest.mark.parametrize(("tools", "documents"), [(TOOLS, DOCUMENTS), ([], []), (TOOLS, [])])
+def test_tools_and_documents_equal_transformers(tools: list[dict[str, Any]], documents: list[dict[str, Any]]) -> None:
+    function = {"name": "f", "arguments": {"a": [1, "é"], "b": None}}
+    messages = [
+        *MESSAGES,
+        {"role": "assistant", "content": "", "tool_calls": [{"id": "1", "type": "function", "function": function}]},
+        {"role": "tool", "content": "4", "tool_call_id": "1"},
+    ]
+    ours = ChatTemplate(WITH_TOOLS).render(messages, tools=tools, documents=documents, add_generation_prompt=False)
+    (theirs,), _ = render_jinja_template(
+        [messages], tools=tools or None, documents=documents or None, chat_template=WITH_TOOLS
+    )
+    assert ours == theirs
+    assert ChatTemplate(WITH_TOOLS).names >= {"tools", "documents"}
+
+
 def test_keys_without_a_value_are_hidden_from_the_template() -> None:
     template = ChatTemplate("{% for m in messages %}{{ m.keys() | list | length }}{% endfor %}")
     assert template.render([{"role": "user", "content": None, "name": None}]) == "1"
@@ -87,14 +116,16 @@ def test_a_template_that_does_not_compile_stops_the_start() -> None:
 
 def test_the_file_comes_before_the_tokenizer_config(tmp_path: Path) -> None:
     assert load_chat_template(tmp_path, {}) is None
+    assert load_chat_template(tmp_path, {"chat_template": []}) is None
     in_config = {"chat_template": [{"name": "tool_use", "template": "t"}, {"name": "default", "template": "config"}]}
-    template = load_chat_template(tmp_path, in_config)
-    assert template is not None
-    assert template.render(MESSAGES) == "config"
+    templates = load_chat_template(tmp_path, in_config)
+    assert templates is not None
+    assert templates.for_tools(False).render(MESSAGES) == "config"
+    assert templates.for_tools(True).render(MESSAGES) == "t"
     (tmp_path / "chat_template.jinja").write_text("file")
-    template = load_chat_template(tmp_path, in_config)
-    assert template is not None
-    assert template.render(MESSAGES) == "file"
+    templates = load_chat_template(tmp_path, in_config)
+    assert templates is not None
+    assert templates.for_tools(True).render(MESSAGES) == "file"
 
 
 def test_special_tokens_come_as_text_or_as_objects() -> None:

@@ -53,6 +53,14 @@ def test_a_repeated_beginning_is_not_missed() -> None:
     assert run(["a", "a", "a", "b"], ["aab"]) == (["", "", "a", "", ""], "aab")
 
 
+def test_a_match_counts_if_its_end_may_be_one() -> None:
+    stop_strings = StopStrings(["END", "ab", "abc"])
+    assert stop_strings.feed("END EN", may_end=False) == "END "
+    assert stop_strings.feed("x ab", may_end=False) == "ENx "
+    assert stop_strings.feed("c") == ""
+    assert stop_strings.matched == "abc"
+
+
 @pytest.mark.parametrize("include", [False, True])
 @given(
     text=st.text("abé", max_size=30),
