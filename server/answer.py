@@ -107,7 +107,7 @@ class Answer(ABC):
         body = {**self._header(self.object_name), **self._fingerprint(), "choices": choices, "usage": self._usage()}
         return orjson.dumps({**body, **self.prompt_fields(), **self._transfer_fields()})
 
-    def _prompt_logprobs(self, choice_index: int, prompt: Prompt) -> list[dict[str, Any] | None] | None:
+    def _prompt_logprobs(self, choice_index: int, prompt: Prompt) -> list[orjson.Fragment | None] | None:
         """In vLLM's shape; None if not asked for."""
         num_top = self.options.num_top_prompt_logprobs
         if num_top is None:
