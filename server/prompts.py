@@ -48,18 +48,26 @@ class PromptReader:
         self._check_length(num_chars, max_model_len, "messages")
         return _checked(await _off_loop(num_chars, lambda: self._render(messages, fields)), "messages")
 
-    def read_token_ids(self, token_ids: Sequence[int], param: str) -> Prompt:
-        """Of a prompt that the client tokenized."""
-        highest = max(token_ids)
-        if highest >= self._assets.vocab_size:
-            rule = f"token ids must be below {self._assets.vocab_size}, got {highest}"
-            raise RequestError(f"{param}: {rule}", param=param)
+    def read_token_ids(self, token_ids: Sequence[int], param: str, max_model_len: int) -> Prompt:
+        """Of a prompt that the client tokenized. Too many of them are refused unseen."""
+        if len(token_ids) > max_model_len:
+            rule = f"This model's maximum context length is {max_model_len} tokens, but {param} has {len(token_ids)}."
+            raise RequestError(rule, param=param)
+        # The type itself: true and false are integers to Python.
+        if set(map(type, token_ids)) != {int}:
+            raise RequestError(f"{param}: token ids must be integers", param=param)
+        for extreme in (min(token_ids), max(token_ids)):
+            if not 0 <= extreme < self._assets.vocab_size:
+                rule = f"token ids must be in [0, {self._assets.vocab_size - 1}], got {extreme}"
+                raise RequestError(f"{param}: {rule}", param=param)
         return Prompt(token_ids)
 
     async def _read_prompt(self, prompt: str | list[int], add_special_tokens: bool, max_model_len: int) -> Prompt:
         if isinstance(prompt, str):
             return await self.read_text(prompt, max_model_len, add_special_tokens=add_special_tokens)
-        return self.read_token_ids(prompt, "prompt")
+        # Others' tokens go on between two prompts of a large batch.
+        await asyncio.sleep(0)
+        return self.read_token_ids(prompt, "prompt", max_model_len)
 
     def _render(self, messages: Sequence[ChatMessage], fields: TemplateFields) -> Prompt:
         template = self._assets.chat_template

@@ -3,6 +3,7 @@
 A streamed response starts with the first output, so that what fails before it still gets its own HTTP status.
 """
 
+import asyncio
 import logging
 
 from fastapi import Request, Response
@@ -20,8 +21,11 @@ logger = logging.getLogger(__name__)
 
 async def raise_if_gone(request: Request) -> None:
     """Raises `ClientGone` if the client left while its prompt was read: no node need hear of the request."""
-    if await request.is_disconnected():
-        raise ClientGone
+    events: list[ClientGone] = []
+    async with on_disconnect(request.receive, lambda: events.append(ClientGone())):
+        await asyncio.sleep(0)
+    if events:
+        raise events[0]
 
 
 async def respond(request: Request, answer: Answer, *, stream: bool) -> Response:
