@@ -223,6 +223,7 @@ def _token_output(output: RequestOutput, request_id: str) -> TokenOutput:
         tokens=list(output.new_tokens),
         finish_reason=None if output.finish_state is None else FINISH_REASONS[output.finish_state],
         stop_reason=output.stop_reason,
+        is_last_text=output.is_last_text,
         num_prompt_tokens=output.num_prompt_tokens,
         num_cached_tokens=output.num_cached_tokens,
         error_kind=kind,

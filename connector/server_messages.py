@@ -107,6 +107,8 @@ class TokenOutput(Struct, frozen=True, kw_only=True):
     finish_reason: FinishReason | None = None
     stop_reason: TokenId | None = None
     """The stop token that ended it; None for the model's own end token."""
+    is_last_text: bool = False
+    """It stopped at a token that belongs to the text: nothing could follow it."""
     num_prompt_tokens: Count = 0
     num_cached_tokens: Count = 0
     error_kind: ErrorKind | None = None

@@ -18,8 +18,8 @@ class Grammar:
     """Raises `GrammarError` if the text is too long.
 
     kind         text
-    json_schema  the schema, as JSON; what is between its tokens is at most one space, since a model that may write
-                 whitespace for ever sometimes does
+    json_schema  the schema, as JSON; a space after comma and colon may come or not, and no other whitespace, which a
+                 model that may write it sometimes writes for ever
     regex        a regular expression that the whole output matches
     choice       a JSON list of strings, one of which the output is
     lark         Lark as llguidance reads it

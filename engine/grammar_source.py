@@ -8,12 +8,12 @@ from llguidance.gbnf_to_lark import any_to_lark
 
 from engine.grammar import Grammar, GrammarError
 
-# All of them, so that a schema's own `x-guidance` cannot change any: it could make unsupported keywords be passed over.
+# Enough of them that a schema's own `x-guidance` changes nothing: it could have unsupported keywords passed over.
 _JSON_OPTIONS: dict[str, Any] = {
-    "whitespace_flexible": True,
-    "whitespace_pattern": " ?",
-    "item_separator": ",",
-    "key_separator": ":",
+    "whitespace_flexible": False,
+    "whitespace_pattern": None,
+    "item_separator": ", ?",
+    "key_separator": ": ?",
     "coerce_one_of": False,
     "lenient": False,
 }

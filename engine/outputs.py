@@ -24,6 +24,8 @@ class RequestOutput(NamedTuple):
     """With the final output of a request whose KV is held for others: how to get at it."""
     prompt_logprobs: Sequence[PromptLogprobs] = ()
     """With the first token, if the request wanted them: all of its prompt's."""
+    is_last_text: bool = False
+    """Stopped, and yet the last token is a part of the text: nothing could follow it, by the request's grammar."""
 
     @classmethod
     def of(
@@ -43,6 +45,7 @@ class RequestOutput(NamedTuple):
             request.error,
             kv_transfer_params,
             tuple(request.prompt_logprobs) if new_tokens and request.num_output_tokens == len(new_tokens) else (),
+            request.is_last_text,
         )
 
 

@@ -107,6 +107,8 @@ class Request:
     block_ids: list[int] = field(default_factory=list)
     block_hashes: list[bytes] = field(default_factory=list)
     stop_reason: int | None = None
+    is_last_text: bool = False
+    """It stopped at a token that is no end token: its grammar was complete."""
     error: tuple[ErrorKind, str] | None = None
     history: list[tuple[RequestState, float]] = field(default_factory=list)
 

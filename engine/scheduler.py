@@ -315,7 +315,8 @@ class Scheduler:
             except GrammarError as error:
                 self.finish(request, RequestState.FINISHED_ERROR, error=(ErrorKind.INTERNAL, str(error)))
                 return
-            if request.matcher.is_over:
+            if request.matcher.is_over and state is not RequestState.FINISHED_STOPPED:
+                request.is_last_text = token.token_id not in request.eos_token_ids
                 state = RequestState.FINISHED_STOPPED
         if state is None:
             self._outbox.append(RequestOutput.of(request, (token,)))

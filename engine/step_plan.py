@@ -56,7 +56,7 @@ def _banned(request: Request) -> Sequence[int]:
     if request.num_output_tokens < sampling.min_tokens:
         end_tokens = frozenset() if sampling.ignore_eos else request.eos_token_ids
         banned += end_tokens.union(sampling.stop_token_ids)
-    return tuple(sorted(banned))
+    return sorted(banned) if banned else ()
 
 
 def _ends_of_bad_words(request: Request) -> list[int]:

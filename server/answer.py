@@ -56,6 +56,8 @@ class Answer(ABC):
         self.generation = generation
         self._id = f"{self.id_prefix}-{options.request_id}"
         self._created = int(time.time())
+        # The same in every event, thus spelled once; the rest of the object follows.
+        self._chunk_start = sse(self._header(self.chunk_object_name)).removesuffix(b"}\n\n") + b","
 
     @abstractmethod
     def opening_choices(self) -> list[dict[str, Any]]:
@@ -107,7 +109,7 @@ class Answer(ABC):
         body = {**self._header(self.object_name), **self._fingerprint(), "choices": choices, "usage": self._usage()}
         return orjson.dumps({**body, **self.prompt_fields(), **self._transfer_fields()})
 
-    def _prompt_logprobs(self, choice_index: int, prompt: Prompt) -> list[dict[str, Any] | None] | None:
+    def _prompt_logprobs(self, choice_index: int, prompt: Prompt) -> list[orjson.Fragment | None] | None:
         """In vLLM's shape; None if not asked for."""
         num_top = self.options.num_top_prompt_logprobs
         if num_top is None:
@@ -153,10 +155,10 @@ class Answer(ABC):
         *,
         num_output_tokens: int | None = None,
     ) -> bytes:
-        chunk = {**self._header(self.chunk_object_name), "choices": choices, **extra}
+        fields = {"choices": choices, **extra}
         if self.options.continuous_usage:
-            chunk["usage"] = self._usage(num_output_tokens)
-        return sse(chunk)
+            fields["usage"] = self._usage(num_output_tokens)
+        return self._chunk_start + orjson.dumps(fields)[1:] + b"\n\n"
 
     def _header(self, object_name: str) -> dict[str, Any]:
         return {"id": self._id, "object": object_name, "created": self._created, "model": self.options.model}

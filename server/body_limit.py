@@ -1,7 +1,14 @@
-"""Refuses request bodies over the limit, by their announced length or as soon as more has arrived."""
+"""Refuses request bodies that are too long, or would take too long to read: one request must not hold up the others.
+
+A body's length is known before it is read or as soon as more has arrived. The work that it makes is that of its values,
+each of which becomes an object; one that holds text takes no longer for being long.
+"""
 
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+MAX_VALUES = 1 << 20
+"""Token ids of a million-token prompt, or of a large batch. Reading as many holds up the event loop for 0.1 s."""
 
 
 class BodyLimitMiddleware:
@@ -16,18 +23,23 @@ class BodyLimitMiddleware:
             await self._app(scope, receive, send)
             return
         announced = dict(scope["headers"]).get(b"content-length", b"0")
-        num_bytes = 0
+        num_bytes = num_commas = 0
 
         async def receive_limited() -> Message:
-            nonlocal num_bytes
-            self._check(int(announced))
+            nonlocal num_bytes, num_commas
+            self._check(int(announced), 0)
             message = await receive()
-            num_bytes += len(message.get("body", b""))
-            self._check(num_bytes)
+            part = message.get("body", b"")
+            num_bytes += len(part)
+            # Those within texts count, too: that much text has more tokens than commas.
+            num_commas += part.count(b",")
+            self._check(num_bytes, num_commas)
             return message
 
         await self._app(scope, receive_limited, send)
 
-    def _check(self, num_bytes: int) -> None:
+    def _check(self, num_bytes: int, num_commas: int) -> None:
         if num_bytes > self._max_bytes:
             raise HTTPException(413, f"the body must not be longer than {self._max_bytes} bytes")
+        if num_commas >= MAX_VALUES:
+            raise HTTPException(413, f"the body must not hold more than {MAX_VALUES} values")

@@ -63,7 +63,7 @@ def _tool_reading(body: ChatBody, service: Service) -> ToolReading | None:
 async def _read(body: ChatBody, service: Service, max_model_len: int) -> Prompt:
     leg = body.kv_transfer_params
     if leg is not None and leg.is_leg and leg.prompt_token_ids is not None:
-        return service.prompts.read_token_ids(leg.prompt_token_ids, f"{FIELD}.prompt_token_ids")
+        return service.prompts.read_token_ids(leg.prompt_token_ids, f"{FIELD}.prompt_token_ids", max_model_len)
     kept = max_prompt_len(body.truncate_prompt_tokens, _max_tokens(body), max_model_len)
     return await service.prompts.read_chat(body.messages, body, max_model_len, kept)
 

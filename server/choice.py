@@ -97,7 +97,8 @@ class Choice:
 
     def _read(self, output: TokenOutput) -> str:
         """The text that the output's tokens free. Stops at a stop string."""
-        hides_last = output.finish_reason == "stop" and not self._options.include_stop_str_in_output
+        is_stop_token = output.finish_reason == "stop" and not output.is_last_text
+        hides_last = is_stop_token and not self._options.include_stop_str_in_output
         text = ""
         for position, token in enumerate(output.tokens, start=1):
             self.num_tokens += 1

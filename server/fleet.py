@@ -9,7 +9,7 @@ import contextlib
 import logging
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from connector.codec import PROTOCOL_VERSION
@@ -72,6 +72,8 @@ class Fleet:
         if config.node is not None:
             self._takers.append(NodeClient(config.node, None, metrics, self._note_whole))
         self._prefill = [NodeClient(address, "prefill", metrics, self._note_whole) for address in config.prefill]
+        self._judged_hellos: list[NodeHello | None] = []
+        self._refusals: dict[NodeClient, str | None] = {}
         self._was_whole = False
         self._turn = 0
         self._heartbeat: asyncio.Task[None] | None = None
@@ -189,10 +191,17 @@ class Fleet:
         return self._refusal(node) or node.not_ready_reason
 
     def _refusal(self, node: NodeClient) -> str | None:
-        """Why a node that said hello cannot serve in this fleet."""
+        """Why a node that said hello cannot serve in this fleet. Every request asks this of every node."""
+        hellos = [other.hello for other in self._nodes]
+        if hellos != self._judged_hellos:
+            names = Counter(other.name for other in self._nodes if other.hello)
+            self._refusals = {other: self._judge(other, names) for other in self._nodes}
+            self._judged_hellos = hellos
+        return self._refusals[node]
+
+    def _judge(self, node: NodeClient, names: Mapping[str, int]) -> str | None:
         if node.hello is None:
             return None
-        names = Counter(other.name for other in self._nodes if other.hello)
         if names[node.name] > 1:
             return f"incompatible: another node is called {node.name} too"
         if node.hello.model.config_digest != self._config_digest:

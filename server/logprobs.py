@@ -1,9 +1,15 @@
-"""Log probabilities in the two shapes of OpenAI's API."""
+"""Log probabilities in the two shapes of OpenAI's API, and a prompt's in vLLM's.
+
+What a long prompt brings is JSON position by position: as objects, twenty alternatives for each of its tokens would
+take ten times the memory.
+"""
 
 import codecs
 from collections.abc import Sequence
 from itertools import chain
 from typing import Any
+
+import orjson
 
 from engine.prompt_logprobs import PromptLogprob, PromptLogprobs
 from engine.request import SampledToken
@@ -20,10 +26,11 @@ def chat_logprobs(tokens: Sequence[SampledToken], tokenizer: Tokenizer, num_top:
 
 def prompt_logprobs(
     token_ids: Sequence[int], pieces: Sequence[PromptLogprobs], tokenizer: Tokenizer, num_top: int
-) -> list[dict[str, Any] | None]:
+) -> list[orjson.Fragment | None]:
     """`prompt_logprobs` as vLLM has it: for each token but the first a map by token id, the token's own entry first."""
     entries = zip(token_ids[1:], chain.from_iterable(pieces), strict=True)
-    return [None, *(_prompt_entry(token_id, entry, tokenizer, num_top) for token_id, entry in entries)]
+    maps = (_prompt_entry(token_id, entry, tokenizer, num_top) for token_id, entry in entries)
+    return [None, *(orjson.Fragment(orjson.dumps(by_token)) for by_token in maps)]
 
 
 class CompletionLogprobs:
@@ -38,17 +45,19 @@ class CompletionLogprobs:
 
     def add_prompt(self, token_ids: Sequence[int], pieces: Sequence[PromptLogprobs], echo: str) -> dict[str, Any]:
         """Of a prompt that is echoed as the text `echo`. The first token has none."""
-        tokens = [
-            SampledToken(token_id, entry.logprob, entry.top_logprobs)
-            for token_id, entry in zip(token_ids[1:], chain.from_iterable(pieces), strict=True)
-        ]
+        token_logprobs: list[float | None] = [None]
+        top_logprobs: list[orjson.Fragment | None] = [None]
+        for token_id, entry in zip(token_ids[1:], chain.from_iterable(pieces), strict=True):
+            token_logprobs.append(_finite(entry.logprob))
+            top = self._top(SampledToken(token_id, entry.logprob, entry.top_logprobs))
+            top_logprobs.append(orjson.Fragment(orjson.dumps(top)))
         offsets = [self._advance_in(echo, token_id) for token_id in token_ids]
         self._offset = len(echo)
         return {
             "text_offset": offsets,
-            "token_logprobs": [None, *(_finite(token.logprob) for token in tokens)],
+            "token_logprobs": token_logprobs,
             "tokens": [self._tokenizer.token_text(token_id) for token_id in token_ids],
-            "top_logprobs": [None, *(self._top(token) for token in tokens)],
+            "top_logprobs": top_logprobs,
         }
 
     def add(self, tokens: Sequence[SampledToken]) -> dict[str, Any]:

@@ -38,9 +38,7 @@ class PromptReader:
     ) -> list[Prompt]:
         """Of longer prompts the last `max_prompt_len` tokens; None refuses what is longer than the model takes."""
         add_special = body.add_special_tokens is not False
-        text_limit = max_model_len if max_prompt_len is None else None
-        prompts = [await self._read_prompt(prompt, add_special, text_limit) for prompt in body.prompt]
-        return [_truncated(prompt, max_prompt_len) for prompt in prompts]
+        return [await self._read_prompt(prompt, add_special, max_model_len, max_prompt_len) for prompt in body.prompt]
 
     async def read_text(self, text: str, max_model_len: int | None, *, add_special_tokens: bool = True) -> Prompt:
         self._check_length(len(text), max_model_len, "prompt")
@@ -67,20 +65,32 @@ class PromptReader:
             token_prompt = await _off_loop(num_chars, lambda: self._render(messages, fields))
         return _truncated(_checked(token_prompt, "messages"), max_prompt_len)
 
-    def read_token_ids(self, token_ids: Sequence[int], param: str) -> Prompt:
-        """Of a prompt that the client tokenized."""
-        highest = max(token_ids)
-        if highest >= self._assets.vocab_size:
-            rule = f"token ids must be below {self._assets.vocab_size}, got {highest}"
-            raise RequestError(f"{param}: {rule}", param=param)
+    def read_token_ids(self, token_ids: Sequence[int], param: str, max_model_len: int) -> Prompt:
+        """Of a prompt that the client tokenized. Too many of them are refused unseen."""
+        if len(token_ids) > max_model_len:
+            rule = f"This model's maximum context length is {max_model_len} tokens, but {param} has {len(token_ids)}."
+            raise RequestError(rule, param=param)
+        # The type itself: true and false are integers to Python.
+        if set(map(type, token_ids)) != {int}:
+            raise RequestError(f"{param}: token ids must be integers", param=param)
+        for extreme in (min(token_ids), max(token_ids)):
+            if not 0 <= extreme < self._assets.vocab_size:
+                rule = f"token ids must be in [0, {self._assets.vocab_size - 1}], got {extreme}"
+                raise RequestError(f"{param}: {rule}", param=param)
         return Prompt(token_ids)
 
     async def _read_prompt(
-        self, prompt: str | list[int], add_special_tokens: bool, max_model_len: int | None
+        self, prompt: str | list[int], add_special_tokens: bool, max_model_len: int, max_prompt_len: int | None
     ) -> Prompt:
         if isinstance(prompt, str):
-            return await self.read_text(prompt, max_model_len, add_special_tokens=add_special_tokens)
-        return self.read_token_ids(prompt, "prompt")
+            limit = max_model_len if max_prompt_len is None else None
+            return _truncated(
+                await self.read_text(prompt, limit, add_special_tokens=add_special_tokens), max_prompt_len
+            )
+        # Others' tokens go on between two prompts of a large batch.
+        await asyncio.sleep(0)
+        kept = prompt if max_prompt_len is None else prompt[-max_prompt_len:]
+        return self.read_token_ids(kept, "prompt", max_model_len)
 
     def _render(self, messages: Sequence[ChatMessage], fields: TemplateFields) -> Prompt:
         tools = fields.shown_tools()

@@ -4,10 +4,10 @@ Types are strict ("5" is no integer, true is no number, 1 is a number); unknown 
 change the answer and are not implemented are refused by name (`refuse_unsupported`).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, model_validator
 from pydantic_core import PydanticCustomError
 
 from engine.errors import RequestError
@@ -21,6 +21,9 @@ MAX_CHOICES = 128
 MAX_PROMPTS = 1024
 MAX_MESSAGES = 4096
 """Longer lists would hold up everybody else's streams while they are read."""
+MAX_FIELDS = 1024
+"""Of one object, known and unknown."""
+MAX_LOGIT_BIASES = 4096
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARS = 1024
 MAX_BAD_WORDS = 128
@@ -29,12 +32,14 @@ MAX_COUNT = 2**53
 
 
 def _is_token_ids(value: list[Any]) -> bool:
-    # `type(...) is int` and not isinstance: true and false are not token ids.
-    return bool(value) and all(type(token) is int and token >= 0 for token in value)
+    # The type itself: true and false are integers to Python, but not token ids.
+    return set(map(type, value)) == {int} and min(value) >= 0
 
 
 def _parse_prompt(value: Any) -> list[str] | list[list[int]]:
-    """Each form of `prompt` as a list of prompts."""
+    """Each form of `prompt` as a list of prompts. Of token ids only the first of each prompt is looked at: how many are
+    worth a look depends on the model (`PromptReader`).
+    """
     if isinstance(value, str):
         return [check_unicode(value)]
     if isinstance(value, list) and len(value) > MAX_PROMPTS and not isinstance(value[0], int):
@@ -42,9 +47,9 @@ def _parse_prompt(value: Any) -> list[str] | list[list[int]]:
     if isinstance(value, list) and value:
         if all(isinstance(item, str) for item in value):
             return [check_unicode(item) for item in value]
-        if _is_token_ids(value):
+        if type(value[0]) is int:
             return [value]
-        if all(isinstance(item, list) and _is_token_ids(item) for item in value):
+        if all(isinstance(item, list) and item and type(item[0]) is int for item in value):
             return value
     raise PydanticCustomError(
         "prompt_type",
@@ -96,10 +101,28 @@ def _join_parts(value: Any) -> Any:
     return "\n".join(texts)
 
 
-class _Body(BaseModel):
+def _at_most(count: int) -> Callable[[Any], Any]:
+    """Checks the size of an object before anything in it is looked at, which pydantic's own limit does not."""
+
+    def check(value: Any) -> Any:
+        if isinstance(value, dict) and len(value) > count:
+            raise PydanticCustomError("too_many_fields", "Input should have at most {count} fields", {"count": count})
+        return value
+
+    return check
+
+
+class _OpenObject(BaseModel):
     # Unknown fields are kept only to be looked at by `refuse_unsupported`.
     model_config = ConfigDict(strict=True, extra="allow")
 
+    @model_validator(mode="before")
+    @classmethod
+    def _check_size(cls, value: Any) -> Any:
+        return _at_most(MAX_FIELDS)(value)
+
+
+class _Body(_OpenObject):
     model: Text | None = None
 
 
@@ -169,7 +192,7 @@ class GenerationBody(_Body, StructuredFields):
     repetition_penalty: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
+    logit_bias: Annotated[dict[str, float], BeforeValidator(_at_most(MAX_LOGIT_BIASES))] | None = None
     seed: int | None = None
     stop: Annotated[list[str], PlainValidator(_parse_stop, json_schema_input_type=str | list[str] | None)] = []
     allowed_token_ids: Annotated[list[int], Field(min_length=1)] | None = None
@@ -202,10 +225,8 @@ class CompletionBody(GenerationBody):
     add_special_tokens: bool | None = True
 
 
-class ChatMessage(BaseModel):
+class ChatMessage(_OpenObject):
     """One turn of a conversation."""
-
-    model_config = ConfigDict(strict=True, extra="allow")
 
     role: Annotated[Text, Field(min_length=1)]
     content: Annotated[Text | None, BeforeValidator(_join_parts)] = None

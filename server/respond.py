@@ -21,8 +21,11 @@ logger = logging.getLogger(__name__)
 
 async def raise_if_gone(request: Request) -> None:
     """Raises `ClientGone` if the client left while its prompt was read: no node need hear of the request."""
-    if await request.is_disconnected():
-        raise ClientGone
+    events: list[ClientGone] = []
+    async with on_disconnect(request.receive, lambda: events.append(ClientGone())):
+        await asyncio.sleep(0)
+    if events:
+        raise events[0]
 
 
 async def respond(request: Request, answer: Reply, *, stream: bool) -> Response:

@@ -1,5 +1,6 @@
 """POST /tokenize and /detokenize"""
 
+import asyncio
 from typing import Any
 
 from fastapi import APIRouter
@@ -26,7 +27,8 @@ def tokenize_routes(service: Service) -> APIRouter:
     @router.post("/detokenize")
     async def detokenize(body: DetokenizeBody) -> dict[str, str]:
         service.model_name(body.model)
-        return {"prompt": service.assets.tokenizer.decode(body.tokens, skip_special_tokens=False)}
+        decode = service.assets.tokenizer.decode
+        return {"prompt": await asyncio.to_thread(decode, body.tokens, skip_special_tokens=False)}
 
     return router
 

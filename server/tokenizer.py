@@ -52,8 +52,9 @@ class Tokenizer:
         return ids
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
-        text: str = self.file.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
-        return text
+        """The text of `token_ids`. Releases the interpreter lock while it works."""
+        texts: list[str] = self.file.decode_batch([list(token_ids)], skip_special_tokens=skip_special_tokens)
+        return texts[0]
 
     def token_text(self, token_id: int) -> str:
         """A token by itself, for logprobs. A fragment of a character is shown as `bytes:\\xNN`."""
