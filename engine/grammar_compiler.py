@@ -59,10 +59,11 @@ class GrammarCompiler:
             # The first mask is the slowest, and copies share what it learns.
             matcher.compute_bitmask()
         if matcher.is_error():
-            raise GrammarError(_first_line(matcher.get_error()))
+            raise GrammarError(_words_of(matcher.get_error()))
         return GrammarMatcher(matcher, self._vocab_size)
 
 
-def _first_line(reason: str) -> str:
-    """Without the drawing of where in the source it is, which is ours and not the client's."""
-    return reason.strip().partition("\n")[0]
+def _words_of(reason: str) -> str:
+    """Without the drawings of where in the source it is, which is ours and not the client's."""
+    first, *others = reason.strip().splitlines()
+    return " ".join([first, *(line.strip() for line in others if line.startswith("error:"))])
