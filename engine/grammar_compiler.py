@@ -54,13 +54,14 @@ class GrammarCompiler:
         Not bounded in time, nor in stack: a few kilobytes can take a minute, or overflow 8 MiB. `server.grammar_child`
         exists to find that out.
         """
-        matcher = LLMatcher(self._tokenizer, source_of(grammar), log_level=0, limits=self._limits)
-        if not matcher.is_error():
-            # The first mask is the slowest, and copies share what it learns.
-            matcher.compute_bitmask()
-        if matcher.is_error():
-            raise GrammarError(_words_of(matcher.get_error()))
-        return GrammarMatcher(matcher, self._vocab_size)
+        compiled = LLMatcher(self._tokenizer, source_of(grammar), log_level=0, limits=self._limits)
+        matcher = GrammarMatcher(compiled, self._vocab_size)
+        if not compiled.is_error():
+            # The first mask is the slowest.
+            matcher.mask()
+        if compiled.is_error():
+            raise GrammarError(_words_of(compiled.get_error()))
+        return matcher
 
 
 def _words_of(reason: str) -> str:

@@ -21,7 +21,9 @@ class GrammarMatcher:
 
     def copy(self) -> "GrammarMatcher":
         """One of its own, at the same place."""
-        return GrammarMatcher(self._matcher.deep_copy(), self._vocab_size)
+        copy = GrammarMatcher(self._matcher.deep_copy(), self._vocab_size)
+        copy._mask = self._mask
+        return copy
 
     def mask(self) -> bytes:
         """One bit for each token of the vocabulary, lowest first; set where the token may come next.
