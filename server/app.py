@@ -16,6 +16,7 @@ from server.gates import AdmissionMiddleware, ApiKeyMiddleware
 from server.http_errors import BugMiddleware, install_error_handlers
 from server.http_settings import CorsConfig
 from server.info_routes import info_routes, package_version
+from server.openapi import install_openapi
 from server.request_id import RequestIdMiddleware
 from server.service import Service
 from server.tokenize_routes import tokenize_routes
@@ -46,6 +47,7 @@ def create_app(service: Service, links: Links, keys: ApiKeys | None = None) -> F
     app.include_router(info_routes(service))
     for router in (completion_routes(service), chat_routes(service), tokenize_routes(service)):
         app.include_router(router, dependencies=[Depends(_require_json)])
+    install_openapi(app, needs_key=bool(keys))
     return app
 
 

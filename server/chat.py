@@ -11,18 +11,22 @@ from server.choice import Delta
 from server.generation import Generation
 from server.kv_transfer import FIELD, check_leg, leg_of
 from server.logprobs import chat_logprobs
+from server.openapi import answers
 from server.prompts import Prompt
 from server.protocol import ChatBody, refuse_unsupported
 from server.request_options import answer_options, output_options
 from server.respond import raise_if_gone, respond
+from server.response_schema import ChatCompletion, ChatCompletionChunk
 from server.sampling import base_sampling, for_choice, output_budget
 from server.service import Job, Service, Submission
+
+EXAMPLE = {"messages": [{"role": "user", "content": "What is the capital of France?"}], "max_completion_tokens": 32}
 
 
 def chat_routes(service: Service) -> APIRouter:
     router = APIRouter()
 
-    @router.post("/v1/chat/completions")
+    @router.post("/v1/chat/completions", **answers(ChatCompletion, events=ChatCompletionChunk, example=EXAMPLE))
     async def create_chat_completion(body: ChatBody, request: Request) -> Response:
         with service.released_on_failure(leg_of(body)):
             answer = await _start(body, request, service)

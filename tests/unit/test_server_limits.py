@@ -151,8 +151,8 @@ def test_a_slow_answer_is_no_slow_request(strict: RunningServer, tmp_path: Path)
 def test_a_bad_head_behind_a_running_request_does_not_answer_for_it(strict: RunningServer, tmp_path: Path) -> None:
     node = FakeNode()
     with serving(tmp_path, node) as server:
-        good = b'POST /v1/completions HTTP/1.1\r\nContent-Type: application/json\r\nContent-Length: 15\r\n\r\n{"prompt":"Hi"}'
-        assert say(server, good, b"BAD\x00") == b""
+        head = b"POST /v1/completions HTTP/1.1\r\nContent-Type: application/json\r\nContent-Length: 15\r\n\r\n"
+        assert say(server, head + b'{"prompt":"Hi"}', b"BAD\x00") == b""
     node.close()
 
 
