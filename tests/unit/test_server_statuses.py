@@ -3,7 +3,7 @@
 import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -176,12 +176,12 @@ def test_no_node_is_503(directory: Path, path: str) -> None:
 
 @pytest.mark.parametrize("path", PATHS)
 def test_draining_is_503(directory: Path, node: FakeNode, path: str) -> None:
-    with ready(directory, node, shutdown_timeout=2) as server, ThreadPoolExecutor() as pool:
+    with ExitStack() as stack, ready(directory, node, shutdown_timeout=2) as server, ThreadPoolExecutor() as pool:
         # This connection is open already: the listener closes at once.
         schema = PublishedSchema(server)
         running = pool.submit(ask, server, path)
         wait_for(lambda: node.generates)
-        other = httpx.Client(base_url=server.url)
+        other = stack.enter_context(httpx.Client(base_url=server.url))
         assert other.get("/ready").status_code == 200
         server.http.stop()
         wait_for(lambda: server.service.not_ready_reason == "shutting down")
@@ -191,7 +191,6 @@ def test_draining_is_503(directory: Path, node: FakeNode, path: str) -> None:
         assert "shutting down" in reply.json()["error"]["message"]
         node.send_output(node.generates[0].request_id, [65], finish_reason="length")
         assert running.result(5).status_code == 200
-        other.close()
 
 
 @pytest.mark.parametrize("path", PATHS)
