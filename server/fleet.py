@@ -124,8 +124,9 @@ class Fleet:
 
     @property
     def capacity(self) -> int:
-        """Sequences that the nodes which take requests run or let wait; 0 if none is ready."""
-        return sum(node.capacity for node in self._ready(self._takers))
+        """Sequences that the ready nodes to which requests go run or let wait; 0 if none is ready. Asked for every
+        request, so it does not look whether the nodes fit together."""
+        return sum(node.capacity for node in self._takers if node.not_ready_reason is None)
 
     @property
     def is_full(self) -> bool:

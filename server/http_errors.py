@@ -147,8 +147,8 @@ def _no_such_path(path: str) -> str:
 
 
 class BugMiddleware:
-    """An exception that nothing else maps is a bug: the client gets an answer, with all the headers that others have,
-    and the exception goes on to whoever logs it."""
+    """An exception that nothing else maps is a bug: it is logged, and the client gets an answer with all the headers
+    that others have. In mid-response it goes on, and ends the connection."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -164,6 +164,7 @@ class BugMiddleware:
         try:
             await self._app(scope, receive, send_noting)
         except Exception:
-            if not has_begun and scope["type"] == "http":
-                await error_response(500, "internal error")(scope, receive, send)
-            raise
+            if has_begun or scope["type"] != "http":
+                raise
+            logger.exception("request %s: a bug", scope["state"]["request_id"])
+            await error_response(500, "internal error")(scope, receive, send)

@@ -329,6 +329,8 @@ _UNSUPPORTED_IN_MESSAGE: dict[str, Neutral] = {name: (None, [], {}) for name in 
 def refuse_unsupported(body: _Body) -> None:
     """Raises `RequestError` for a field that we do not implement and that would change the answer."""
     refuse_fields(body.model_extra, _UNSUPPORTED, "")
+    if "messages" not in type(body).model_fields:
+        return
     for position, message in enumerate(getattr(body, "messages", None) or ()):
         refuse_fields(message.model_extra, _UNSUPPORTED_IN_MESSAGE, f"messages.{position}.")
 

@@ -301,5 +301,8 @@ def test_unknown_and_neutral_fields_are_ignored(shared: tuple[FakeNode, RunningS
         "best_of": None,
         "kv_transfer_params": None,
     }
+    elsewhere: dict[str, Any] = {"messages": [{"role": "user"}, 1], "prompt": ["x", {}], "tokens": "x"}
     assert server.complete(**neutral).status_code == 200
     assert server.chat(**neutral).status_code == 200
+    assert server.complete(**(elsewhere | {"prompt": "x"})).status_code == 200
+    assert server.chat(**(elsewhere | {"messages": [{"role": "user", "content": "x"}]})).status_code == 200
