@@ -104,9 +104,10 @@ class KVSender:
         self._kv_caches = kv_caches
 
     def close(self) -> None:
-        for peer in self._peers.values():
+        peers = list(self._peers.values())  # the link's thread may still lose some
+        for peer in peers:
             peer.lose()
-        for peer in self._peers.values():
+        for peer in peers:
             peer.join()
 
     # The engine's side

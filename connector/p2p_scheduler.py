@@ -18,7 +18,7 @@ from connector.transfer_settings import TransferSettings
 from engine.batch import Batch, ConnectorOutput, ScheduledRequest
 from engine.errors import ErrorKind
 from engine.kv_connector import SchedulerConnector
-from engine.request import Request, RequestState, SampledToken
+from engine.request import Request, SampledToken
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +97,6 @@ class P2PMetadata:
     """Requests of this step whose load is still open: each layer waits for them."""
 
 
-_WELL_ENDED = frozenset({RequestState.FINISHED_STOPPED, RequestState.FINISHED_LENGTH})
 _WhyLocal = Literal["short", "no node"]
 
 
@@ -214,7 +213,7 @@ class P2PSchedulerConnector(SchedulerConnector):
             case ShipKV() as ship:
                 self._pending.ended.append(_ship_end(request, ship))
                 return request_id in self._ships, None
-            case HoldKV() if request.state in _WELL_ENDED:
+            case HoldKV() if request.state.has_ended_well:
                 self._held.add(request_id)
                 return True, self._hold(request, block_ids)
             case PullKV() as source if request.may_load and not block_ids:
@@ -261,7 +260,7 @@ class P2PSchedulerConnector(SchedulerConnector):
 
 
 def _ship_end(request: Request, ship: ShipKV) -> ShipEnd:
-    if request.state in _WELL_ENDED:
+    if request.state.has_ended_well:
         return ShipEnd(
             request_id=request.request_id,
             first_token=request.output[0] if ship.wants_first_token else None,

@@ -20,7 +20,9 @@ from tests.ring import Client, wait_until
 
 START_TIMEOUT = 60.0
 COMMON = ("--dtype", "float32", "--num-blocks", "64", "--block-size", "4", "--num-threads", "1", "--debug-state")
-COMMON += ("--remote-prefill-threshold", "0", "--heartbeat-interval", "0.1", "--peer-timeout", "1.0")
+COMMON += ("--remote-prefill-threshold", "0", "--heartbeat-interval", "0.1", "--peer-timeout", "30")
+IMPATIENT = ("--peer-timeout", "1.0")
+"""For tests whose peers fall silent; elsewhere nobody does, however busy the machine is."""
 ANYWHERE = {"--listen": "tcp://127.0.0.1:0", "--kv-listen": "tcp://127.0.0.1:0", "--admin-port": "0"}
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from engine.errors import ErrorKind
-from tests.faults.processes import ProcessRing, process_ring
+from tests.faults.processes import IMPATIENT, ProcessRing, process_ring
 from tests.faults.rig import GREEDY, LONG, assert_right, make_prompt
 from tests.oracle import Oracle
 from tests.relay import running_relay
@@ -57,7 +57,9 @@ def test_a_killed_prefill_node_disturbs_nobody_who_runs(tiny_llama: Path, oracle
 def test_a_prefill_node_that_stands_still(tiny_llama: Path, oracle: Oracle, transport: str):
     """SIGSTOP in the middle of a transfer. Over shared memory its blocks stay out of use until it is heard again."""
     point = "prefill.before_send.layer1"
-    with process_ring(tiny_llama, "--transport", transport, prefill_failpoints=f"{point}=pause:30*1") as ring:
+    with process_ring(
+        tiny_llama, "--transport", transport, *IMPATIENT, prefill_failpoints=f"{point}=pause:30*1"
+    ) as ring:
         prompt = make_prompt(17, seed=5)
         _, answer = ring.client.start(prompt, GREEDY)
         wait_until(lambda: ring.prefill.hits(point) > 0, "in the middle of a transfer")
@@ -76,7 +78,9 @@ def test_a_prefill_node_that_stands_still(tiny_llama: Path, oracle: Oracle, tran
 
 def test_a_killed_decode_node_leaves_nothing_on_the_prefill_node(tiny_llama: Path, transport: str):
     point = "prefill.before_send.layer1"
-    with process_ring(tiny_llama, "--transport", transport, prefill_failpoints=f"{point}=pause:30*1") as ring:
+    with process_ring(
+        tiny_llama, "--transport", transport, *IMPATIENT, prefill_failpoints=f"{point}=pause:30*1"
+    ) as ring:
         ring.client.start(make_prompt(17, seed=8), GREEDY)
         wait_until(lambda: ring.prefill.hits(point) > 0, "in the middle of a transfer")
         ring.decode.kill()
