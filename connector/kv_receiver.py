@@ -260,7 +260,7 @@ class KVReceiver:
         expected = unit_num_bytes(self._kv_caches[unit.layer], unit.start, unit.end)
         if unit.num_bytes != expected or (payload and payload[0].nbytes != expected):
             return f"{payload[0].nbytes if payload else unit.num_bytes} bytes instead of {expected}"
-        if payload and xxhash.xxh3_64_digest(payload[0]) != unit.digest:
+        if payload and self._settings.digest and xxhash.xxh3_64_digest(payload[0]) != unit.digest:
             self.counters.num_digest_mismatches += 1
             return "the digest does not match"
         return None
@@ -352,9 +352,10 @@ class KVReceiver:
         if isinstance(order.grant, Pull):
             reason = f"the holder of the KV, {order.candidates[0]}, is not there in the same epoch ({states})"
             return LoadFailure(kind=ErrorKind.KV_LOAD_FAILED, reason=reason)
+        who = f"none of {', '.join(order.candidates)}" if order.candidates else "no prefill node"
         return LoadFailure(
             kind=ErrorKind.NO_NODE_READY,
-            reason=f"no prefill node is ready ({states})",
+            reason=f"{who} is ready ({states})",
             is_final=self._settings.fallback == "fail",
         )
 
@@ -367,6 +368,7 @@ class KVReceiver:
             block_ids=grant.block_ids,
             num_layers=len(self._kv_caches),
             granted_at=self._clock(),
+            num_cached_tokens=order.num_cached_tokens,
         )
         self._open[grant.transfer_id] = OpenLoad(order, transfer, peer, peer.epoch, tried | {peer.name})
         self._by_request[order.request_id] = grant.transfer_id

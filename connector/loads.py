@@ -18,6 +18,8 @@ class LoadOrder:
     epoch: str | None = None
     """The one in which the candidate must be; None for any."""
     may_run_early: bool = True
+    num_cached_tokens: int = 0
+    """What the holder of pulled KV had found in its own cache; a prefill node says so with the first token."""
 
 
 @dataclass(slots=True)
@@ -67,5 +69,5 @@ class ReceiverCounters:
 def result_of(transfer: IncomingTransfer) -> LoadResult:
     first = transfer.first_token
     if first is None:
-        return LoadResult()
+        return LoadResult(num_remote_cached_tokens=transfer.num_cached_tokens)
     return LoadResult(first_token=first.token, num_remote_cached_tokens=first.num_cached_tokens)

@@ -50,6 +50,10 @@ class PullKV:
     epoch: str
     lease_id: str
     num_tokens: int
+    num_cached_tokens: int = 0
+    """Of these, what the holder had found in its own cache."""
+    is_held_after: bool = False
+    """What this node makes of it is held in turn, for somebody's next pull."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -213,7 +217,7 @@ class P2PSchedulerConnector(SchedulerConnector):
             case ShipKV() as ship:
                 self._pending.ended.append(_ship_end(request, ship))
                 return request_id in self._ships, None
-            case HoldKV() if request.state.has_ended_well:
+            case HoldKV() | PullKV(is_held_after=True) if request.state.has_ended_well:
                 self._held.add(request_id)
                 return True, self._hold(request, block_ids)
             case PullKV() as source if request.may_load and not block_ids:

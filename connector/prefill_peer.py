@@ -15,6 +15,7 @@ from connector.link import Endpoint, Links
 from connector.peer_messages import (
     FromDecode,
     FromPrefill,
+    PeerGoodbye,
     PeerHello,
     PeerPing,
     PeerPong,
@@ -27,6 +28,8 @@ from connector.shared_kv import PeerProcess
 from engine.errors import ErrorKind, LinkError, MalformedMessage
 
 logger = logging.getLogger(__name__)
+
+GOODBYE = "it is shutting down"
 
 
 class PeerState(Enum):
@@ -100,6 +103,8 @@ class PrefillPeer:
                 self._refused(message.reason)
             case PeerPong():
                 self._pong(message)
+            case PeerGoodbye():
+                self._lose(ErrorKind.PEER_UNREACHABLE, GOODBYE, level=logging.INFO)
         self._owner.peer_message(self, message, frames)
 
     def tick(self, open_transfer_ids: list[str], awaited_lease_ids: list[str]) -> None:
@@ -113,6 +118,7 @@ class PrefillPeer:
         self.send(PeerPing(sequence=self._sequence, transfer_ids=open_transfer_ids, lease_ids=awaited_lease_ids))
 
     def close(self) -> None:
+        self.send(PeerGoodbye())
         if self.process is not None:
             self.process.close()
 
@@ -149,10 +155,10 @@ class PrefillPeer:
             self._num_steps = pong.num_steps
             self.engine_progress_at = self._clock()
 
-    def _lose(self, kind: ErrorKind, reason: str) -> None:
+    def _lose(self, kind: ErrorKind, reason: str, *, level: int = logging.WARNING) -> None:
         if self.state is not PeerState.READY:
             return
-        logger.warning("lost prefill node %s at %s: %s", self.name, self.address, reason)
+        logger.log(level, "lost prefill node %s at %s: %s", self.name, self.address, reason)
         self.state, self.reason = PeerState.LOST, reason
         self._owner.peer_lost(self, kind, reason)
         self._owner.peer_changed()

@@ -17,13 +17,16 @@ def info_routes(service: Service) -> APIRouter:
     router = APIRouter()
 
     @router.get("/health")
+    @router.head("/health", include_in_schema=False)
     @router.get("/ping")
+    @router.head("/ping", include_in_schema=False)
     @router.post("/ping")
     async def health() -> Response:
         """Liveness only: the process answers."""
         return Response()
 
     @router.get("/ready")
+    @router.head("/ready", include_in_schema=False)
     async def ready() -> Response:
         """Whether the whole ring can serve, and if not, why."""
         reason = service.not_ready_reason

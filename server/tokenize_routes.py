@@ -26,6 +26,8 @@ def tokenize_routes(service: Service) -> APIRouter:
     @router.post("/detokenize")
     async def detokenize(body: DetokenizeBody) -> dict[str, str]:
         service.model_name(body.model)
+        if body.tokens:
+            service.prompts.read_token_ids(body.tokens, "tokens")
         return {"prompt": service.assets.tokenizer.decode(body.tokens, skip_special_tokens=False)}
 
     return router
