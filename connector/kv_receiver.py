@@ -121,6 +121,7 @@ class KVReceiver:
             if peer is not None:
                 self._grant(order, order.grant, peer, frozenset())
             else:
+                self.counters.num_without_node += 1
                 self._finished.failed[order.request_id] = self._nobody_for(order)
                 self._report()
 

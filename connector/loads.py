@@ -58,6 +58,8 @@ class ReceiverCounters:
     num_digest_mismatches: int = 0
     num_transfers_received: int = 0
     num_transfers_failed: int = 0
+    num_without_node: int = 0
+    """Orders that no prefill node could take: none was ready any more, or none ever with --fallback fail."""
     num_next_candidates: int = 0
     """Transfers that were granted again, to another prefill node."""
     num_barrier_waits: int = 0

@@ -74,6 +74,7 @@ class Metrics:
         )
         self.node_kv_usage = Gauge("pdserve_node_kv_usage", "Share of KV blocks in use there.", node, registry=registry)
         self.node_losses = Counter("pdserve_node_losses", "Times a node was lost.", node, registry=registry)
+        self.rejections = self._counter("vllm:admission_rejections", "Requests refused as nothing could serve them.")
         self.late_outputs = Counter(
             "pdserve_late_outputs", "Outputs for sequences that are already over.", registry=registry
         )

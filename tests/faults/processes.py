@@ -1,4 +1,4 @@
-"""Nodes as processes of their own, for what only a process can do: die, stand still, and be started again."""
+"""Nodes and servers as processes of their own, for what only a process can do: die, stand still, be started again."""
 
 import json
 import os
@@ -19,6 +19,8 @@ from tests.relay import Relay
 from tests.ring import Client, wait_until
 
 START_TIMEOUT = 60.0
+MODEL_NAME = "tiny"
+"""What fronts call the model that they serve."""
 COMMON = ("--dtype", "float32", "--num-blocks", "64", "--block-size", "4", "--num-threads", "1", "--debug-state")
 COMMON += ("--remote-prefill-threshold", "0", "--heartbeat-interval", "0.1", "--peer-timeout", "30")
 IMPATIENT = ("--peer-timeout", "1.0")
@@ -28,7 +30,7 @@ ANYWHERE = {"--listen": "tcp://127.0.0.1:0", "--kv-listen": "tcp://127.0.0.1:0",
 
 @dataclass
 class NodeProcess:
-    """One `python -m prefill_node` or `decode_node`. Only its own pid is ever signalled."""
+    """One `python -m prefill_node`, `decode_node` or `server`. Only its own pid is ever signalled."""
 
     role: str
     flags: Sequence[str]
@@ -36,12 +38,16 @@ class NodeProcess:
     process: subprocess.Popen[bytes] | None = None
     _parent: socket.socket | None = None
 
+    @property
+    def module(self) -> str:
+        return "server" if self.role == "server" else f"{self.role}_node"
+
     def start(self, failpoints: str = "") -> None:
         """Returns when it listens; the model may still be loading."""
         ours, theirs = socket.socketpair()
         with theirs:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", f"{self.role}_node", *self.flags, "--parent-fd", str(theirs.fileno())],
+                [sys.executable, "-m", self.module, *self.flags, "--parent-fd", str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 env={**os.environ, ENVIRONMENT: failpoints},
@@ -102,6 +108,25 @@ class NodeProcess:
             self._parent = None
 
 
+class Front(NodeProcess):
+    """An HTTP server that serves `MODEL_NAME`."""
+
+    @property
+    def url(self) -> str:
+        return self.where["url"]
+
+    def complete(self, **body: Any) -> httpx.Response:
+        body = {"model": MODEL_NAME, "prompt": "hello there", "max_tokens": 4, "temperature": 0, **body}
+        return httpx.post(f"{self.url}/v1/completions", json=body, timeout=30)
+
+    def status(self, path: str = "/ready") -> int:
+        return httpx.get(self.url + path).status_code
+
+    def metric(self, name: str) -> float:
+        lines = httpx.get(f"{self.url}/metrics").text.splitlines()
+        return sum(float(line.rpartition(" ")[2]) for line in lines if line.partition("{")[0] == name)
+
+
 @dataclass
 class ProcessRing:
     prefill: NodeProcess
@@ -127,6 +152,20 @@ def node_process(role: str, model: Path, *flags: str, failpoints: str = "", **pl
         yield node
     finally:
         node.close()
+
+
+@contextmanager
+def front_process(model: Path, *flags: str, is_ready: bool = True) -> Iterator[Front]:
+    """A server in front of the nodes that `flags` name; by default only once it is ready."""
+    words = ["--model", str(model), "--served-model-name", MODEL_NAME, "--port", "0", "--heartbeat-interval", "0.1"]
+    front = Front("server", [*words, *flags])
+    try:
+        front.start()
+        if is_ready:
+            wait_until(lambda: front.status() == 200, "the server is ready", START_TIMEOUT)
+        yield front
+    finally:
+        front.close()
 
 
 @contextmanager

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from engine.errors import ErrorKind
-from tests.faults.processes import IMPATIENT, ProcessRing, process_ring
+from tests.faults.processes import IMPATIENT, ProcessRing, front_process, process_ring
 from tests.faults.rig import GREEDY, LONG, assert_right, make_prompt
 from tests.oracle import Oracle
 from tests.relay import running_relay
@@ -94,11 +94,14 @@ def test_sigterm_during_a_throttled_transfer(tiny_llama: Path, oracle: Oracle):
     with (
         running_relay(bytes_per_second=20e3) as relay,
         process_ring(tiny_llama, "--transport", "zmq", kv_address=relay.address, relay=relay) as ring,
+        front_process(tiny_llama, "--node", ring.prefill.where["address"]) as front,
     ):
         prompt = make_prompt(30, seed=9)
         _, answer = ring.client.start(prompt, GREEDY)
         wait_until(lambda: ring.decode.counter("pdserve_kv_units_received_total") > 0, "under way")
         ring.prefill.kill(signal.SIGTERM)
+        wait_until(lambda: front.status() == 503, "it says so")
+        assert front.complete().status_code == 503
         refused = make_prompt(9, seed=10)
         _, other = ring.client.start(refused, GREEDY)
         assert_right(answer, oracle, prompt)
