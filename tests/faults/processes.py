@@ -44,6 +44,10 @@ class NodeProcess:
 
     def start(self, failpoints: str = "") -> None:
         """Returns when it listens; the model may still be loading."""
+        self.spawn(failpoints)
+        self.wait_until_listening()
+
+    def spawn(self, failpoints: str = "") -> None:
         ours, theirs = socket.socketpair()
         with theirs:
             self.process = subprocess.Popen(
@@ -53,8 +57,11 @@ class NodeProcess:
                 env={**os.environ, ENVIRONMENT: failpoints},
             )
         self._parent = ours
-        ours.settimeout(START_TIMEOUT)
-        with ours.makefile("rb") as lines:
+
+    def wait_until_listening(self) -> None:
+        assert self._parent is not None
+        self._parent.settimeout(START_TIMEOUT)
+        with self._parent.makefile("rb") as lines:
             self.where = json.loads(lines.readline())
 
     def restart(self) -> None:
@@ -142,13 +149,18 @@ class ProcessRing:
 
 
 @contextmanager
-def node_process(role: str, model: Path, *flags: str, failpoints: str = "", **places: str) -> Iterator[NodeProcess]:
+def node_process(
+    role: str, model: Path, *flags: str, failpoints: str = "", listens: bool = True, **places: str
+) -> Iterator[NodeProcess]:
+    """A node that listens, or, not to wait for it, one that was only spawned."""
     where = {flag: value for flag, value in ANYWHERE.items() if role == "prefill" or flag != "--kv-listen"}
     where |= {"--" + name.replace("_", "-"): value for name, value in places.items()}
     words = [word for pair in where.items() for word in pair]
     node = NodeProcess(role, ["--model", str(model), *COMMON, *words, *flags])
     try:
-        node.start(failpoints)
+        node.spawn(failpoints)
+        if listens:
+            node.wait_until_listening()
         yield node
     finally:
         node.close()
@@ -175,7 +187,6 @@ def process_ring(
     prefill_failpoints: str = "",
     kv_address: str | None = None,
     relay: Relay | None = None,
-    meets: bool = True,
 ) -> Iterator[ProcessRing]:
     """A prefill node at ports of its own, so that it can be started again, a decode node that dials it (or
     `kv_address`), and a client of the decode node."""
@@ -183,16 +194,16 @@ def process_ring(
     at = {"listen": f"tcp://127.0.0.1:{port}", "kv_listen": f"tcp://127.0.0.1:{kv_port}", "admin_port": str(admin_port)}
     with ExitStack() as stack:
         prefill = stack.enter_context(
-            node_process("prefill", model, "--name", "p0", *flags, failpoints=prefill_failpoints, **at)
+            node_process("prefill", model, "--name", "p0", *flags, failpoints=prefill_failpoints, listens=False, **at)
         )
         if relay is not None:
             relay.target = at["kv_listen"]
         decode = stack.enter_context(node_process("decode", model, "--prefill", kv_address or at["kv_listen"], *flags))
+        prefill.wait_until_listening()
         client = Client(decode.where["address"])
         stack.callback(client.close)
         ring = ProcessRing(prefill, decode, client)
-        if meets:
-            ring.wait_until_met()
+        ring.wait_until_met()
         yield ring
 
 

@@ -102,10 +102,11 @@ def test_no_decode_node(tiny_llama: Path):
 
 @pytest.mark.parametrize("fallback", ["local", "fail"])
 def test_no_prefill_node(tiny_llama: Path, oracle: Oracle, fallback: str):
-    """Counted either way."""
+    """Nothing listens where one should be, another's port swallows what comes. Counted either way."""
     prompt = make_prompt(9, seed=500)
-    flags = ("--prefill", closed_address(), "--fallback", fallback)
     with ExitStack() as stack:
+        black_hole = stack.enter_context(running_relay())
+        flags = ("--prefill", closed_address(), "--prefill", black_hole.address, "--fallback", fallback)
         decode = stack.enter_context(node_process("decode", tiny_llama, *flags))
         is_local = fallback == "local"
         front = stack.enter_context(front_process(tiny_llama, "--decode", decode.where["address"], is_ready=is_local))

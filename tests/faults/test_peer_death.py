@@ -124,13 +124,3 @@ def test_sigterm_on_a_decode_node_ends_streams_first(tiny_llama: Path, oracle: O
         assert refused.final.error_kind is ErrorKind.NO_NODE_READY
         assert_right(answer, oracle, prompt, LONG.max_tokens)
         assert ring.decode.ended() == 0
-
-
-def test_nothing_listens_where_a_prefill_node_should_be(tiny_llama: Path, oracle: Oracle):
-    with running_relay() as relay:
-        relay.swallow = True
-        for address in ("tcp://127.0.0.1:1", relay.address):
-            with process_ring(tiny_llama, kv_address=address, meets=False) as ring:
-                prompt = make_prompt(9, seed=12)
-                assert_right(ring.client.start(prompt, GREEDY)[1], oracle, prompt)
-                assert ring.decode.counter("pdserve_local_prefills_without_node_total") == 1
