@@ -2,12 +2,13 @@
 
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -208,9 +209,14 @@ def process_ring(
 
 
 def free_ports(count: int) -> list[int]:
-    """Free at this moment; taken again at once by whoever asked."""
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [s.getsockname()[1] for s in sockets]
-    for s in sockets:
-        s.close()
+    """Free at this moment, and taken at once by whoever asked.
+
+    Below the range from which a system serves those that name no port: who dials a port of that range again and again
+    while nobody listens may be given that very port for its own end, and is then connected to itself.
+    """
+    ports: list[int] = []
+    while len(ports) < count:
+        port = random.randrange(10_000, 32_000)
+        with suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            ports += [] if port in ports else [port]
     return ports
