@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 ARGS ?=
 
-.PHONY: run test check format model soak clean
+.PHONY: run test check format model soak clean FORCE
 
 run: $(VENV)/.runtime
 	$(BIN)/pdserve up $(ARGS)
@@ -26,6 +26,10 @@ format: $(VENV)/.dev
 # 1,000 requests with clients that leave and prefill nodes that are killed; the tests run a tenth of it.
 soak: $(VENV)/.dev
 	SOAK_REQUESTS=1000 $(BIN)/pytest tests/soak -s
+
+# bench-transfer-overlap, bench-early-admission, bench-digest-cost: two ways compared in one run.
+bench-%: $(VENV)/.dev FORCE
+	$(BIN)/python -m benchmarks.$(subst -,_,$*) $(ARGS)
 
 model: $(VENV)/.runtime
 	$(BIN)/pdserve model fetch smollm2-135m

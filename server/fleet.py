@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from connector.codec import PROTOCOL_VERSION
 from connector.identity import ModelIdentity
-from connector.kv_transfer_params import KVTransferParams
+from connector.kv_transfer_params import KVTransferParams, split_engine_id
 from connector.link import Links
 from connector.server_messages import Generate, NodeHello, TokenOutput
 from engine.errors import ErrorKind, ServingError
@@ -260,8 +260,9 @@ class Flight:
 
 
 def _holder(params: KVTransferParams) -> str | None:
-    """The node's name; an engine id is NAME@EPOCH."""
-    return (params.remote_engine_id or "").rpartition("@")[0] or None
+    """The node's name."""
+    holder = split_engine_id(params.remote_engine_id)
+    return holder[0] if holder is not None else None
 
 
 def _message(work: Work, candidates: list[str]) -> Generate:

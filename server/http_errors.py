@@ -75,7 +75,10 @@ def error_body(status: int, message: str, param: str | None = None) -> dict[str,
     return {"error": {"message": message, "type": kind, "param": param, "code": status}}
 
 
-def serving_error_body(error: ServingError) -> dict[str, Any]:
+def failure_body(error: ServingError | RequestError) -> dict[str, Any]:
+    """What ended a request that had been sent to a node."""
+    if isinstance(error, RequestError):
+        return error_body(HTTPStatus.BAD_REQUEST, str(error), error.param)
     return error_body(STATUS_OF_KIND[error.kind], str(error))
 
 
@@ -131,6 +134,10 @@ def _first_complaint(errors: Sequence[Any]) -> tuple[str, str | None]:
 
 def _message_of(error: HTTPException, request: Request) -> str:
     match error.status_code:
+        case 400 if isinstance(error.__cause__, UnicodeDecodeError):
+            return "the body is not valid JSON: it is not UTF-8"
+        case 400 if isinstance(error.__cause__, RecursionError):
+            return "the body is not valid JSON that can be read: it is nested too deeply"
         case 404:
             return _no_such_path(request.url.path)
         case 405:

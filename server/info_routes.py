@@ -28,6 +28,7 @@ def info_routes(service: Service) -> APIRouter:
         return Response()
 
     @router.get("/ready", responses={200: {"model": Readiness}, 503: {"model": Readiness}})
+    @router.head("/ready")
     async def ready() -> Response:
         """Whether the whole ring can serve, and if not, why."""
         reason = service.not_ready_reason

@@ -29,6 +29,8 @@ def tokenize_routes(service: Service) -> APIRouter:
     @router.post("/detokenize", **answers(Detokenized, example={"tokens": [1, 2, 3]}))
     async def detokenize(body: DetokenizeBody) -> dict[str, str]:
         service.model_name(body.model)
+        if body.tokens:
+            service.prompts.read_token_ids(body.tokens, "tokens", len(body.tokens))
         decode = service.assets.tokenizer.decode
         return {"prompt": await asyncio.to_thread(decode, body.tokens, skip_special_tokens=False)}
 
