@@ -13,12 +13,17 @@ from server.protocol import ChatBody, CompletionBody
 from tests.server_rig import FakeNode, RunningServer, answers, running_server, write_model_directory
 
 SENSELESS = [{"no": "sense"}]
+TOOLS = [{"type": "function", "function": {"name": "f"}}]
 BOTH_ACCEPTED: dict[str, Any] = {
     "add_special_tokens": True,
     "allowed_token_ids": [65, 66],
     "bad_words": ["bad"],
     "cache_salt": "salt",
     "frequency_penalty": 0.5,
+    "guided_choice": ["a"],
+    "guided_grammar": 'start: "x"',
+    "guided_json": {"type": "object"},
+    "guided_regex": "a+",
     "ignore_eos": True,
     "include_stop_str_in_output": True,
     "kv_transfer_params": {},
@@ -33,6 +38,7 @@ BOTH_ACCEPTED: dict[str, Any] = {
     "prompt_logprobs": None,
     "repetition_penalty": 1.1,
     "request_id": "my-id",
+    "response_format": {"type": "json_object"},
     "return_token_ids": True,
     "seed": 1,
     "skip_special_tokens": False,
@@ -40,6 +46,7 @@ BOTH_ACCEPTED: dict[str, Any] = {
     "stop_token_ids": [7],
     "stream": True,
     "stream_options": None,
+    "structured_outputs": {"regex": "a"},
     "temperature": 0.5,
     "top_k": 5,
     "top_p": 0.9,
@@ -51,42 +58,47 @@ ACCEPTED: dict[str, dict[str, Any]] = {
     | {
         "messages": [{"role": "user", "content": "Hi"}],
         "add_generation_prompt": True,
+        "chat_template": None,
         "chat_template_kwargs": {"x": 1},
         "continue_final_message": False,
+        "documents": [],
+        "echo": True,
         "logprobs": True,
         "max_completion_tokens": 3,
+        "parallel_tool_calls": False,
+        "tool_choice": "auto",
+        "tools": TOOLS,
         "top_logprobs": None,
     },
 }
 BOTH_REFUSED: dict[str, Any] = {
     "audio": {"voice": "alloy"},
-    "chat_template": "{{ messages }}",
-    "documents": [{"text": "x"}],
     "function_call": {"name": "f"},
     "functions": [{"name": "f"}],
-    "guided_choice": ["a"],
-    "guided_grammar": "root ::= x",
-    "guided_json": {"type": "object"},
-    "guided_regex": "a+",
     "guided_whitespace_pattern": " ",
     "logits_processors": ["x"],
     "modalities": ["audio"],
     "prompt_embeds": "AAAA",
     "reasoning_effort": "high",
     "repetition_detection": {"max_pattern_size": 3},
-    "response_format": {"type": "json_object"},
     "return_tokens_as_token_ids": True,
-    "structured_outputs": {"regex": "a"},
     "suffix": "end",
     "thinking_token_budget": 5,
-    "tool_choice": "required",
-    "tools": [{"type": "function"}],
     "use_beam_search": True,
     "verbosity": "low",
     "vllm_xargs": {"x": 1},
     "web_search_options": {},
 }
-REFUSED = {"completions": BOTH_REFUSED, "chat": BOTH_REFUSED | {"best_of": 2, "echo": True}}
+REFUSED = {
+    "completions": BOTH_REFUSED
+    | {
+        "chat_template": "{{ messages }}",
+        "documents": [{"text": "x"}],
+        "tool_choice": "required",
+        "tools": TOOLS,
+    },
+    "chat": BOTH_REFUSED | {"best_of": 2},
+}
 IGNORED = (
     "guided_decoding_backend",  # there is no other to choose from
     "include_reasoning",  # nothing of the output is taken out of it
@@ -94,7 +106,6 @@ IGNORED = (
     "media_io_kwargs",  # media are refused
     "metadata",
     "mm_processor_kwargs",
-    "parallel_tool_calls",  # tools are refused
     "prediction",  # makes others' servers faster, not different
     "prompt_cache_key",
     "prompt_cache_retention",
@@ -115,6 +126,7 @@ BASE: dict[str, dict[str, Any]] = {
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     node = FakeNode()
+    node.max_model_len = 1000  # for the text that tells of tools
     node.script = answers([65])
     with running_server(write_model_directory(tmp_path_factory.mktemp("model")), [node.address]) as server:
         server.wait_ready()
