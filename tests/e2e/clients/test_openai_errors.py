@@ -1,0 +1,65 @@
+"""Errors as the `openai` package raises them, and what is left when a client gives up."""
+
+import openai
+import pytest
+
+from tests.e2e.clients.conftest import MODEL
+from tests.e2e.processes import UpRing, wait_until
+
+MESSAGES: list = [{"role": "user", "content": "Hi"}]
+ENDLESS: dict = {"model": MODEL, "prompt": "go on", "max_tokens": 900, "extra_body": {"ignore_eos": True}}
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"temperature": -1}, "temperature"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": 100_000}, "max_tokens"),
+        ({"stop": [""]}, "stop"),
+        ({"messages": []}, "messages"),
+        ({"messages": [{"role": "user", "content": "word " * 3000}]}, "messages"),
+        ({"messages": [{"role": "user", "content": "word " * 1000}]}, "messages"),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_bad_request_names_its_field(client: openai.OpenAI, fields: dict, param: str, stream: bool):
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.chat.completions.create(**{"model": MODEL, "messages": MESSAGES, **fields}, stream=stream)
+    assert (caught.value.status_code, caught.value.param) == (400, param)
+    assert caught.value.request_id
+
+
+def test_an_unknown_model_is_not_found(client: openai.OpenAI):
+    with pytest.raises(openai.NotFoundError, match="gpt-9"):
+        client.chat.completions.create(model="gpt-9", messages=MESSAGES)
+    with pytest.raises(openai.NotFoundError, match="gpt-9"):
+        client.models.retrieve("gpt-9")
+    with pytest.raises(openai.NotFoundError):
+        client.files.list()
+
+
+def test_nobody_listens(ring: UpRing):
+    with (
+        openai.OpenAI(base_url="http://127.0.0.1:9/v1", api_key="any", max_retries=0) as client,
+        pytest.raises(openai.APIConnectionError),
+    ):
+        client.models.list()
+
+
+def num_running(ring: UpRing) -> int:
+    return ring.state("decode-0")["queues"]["running"]
+
+
+def test_leaving_a_stream_stops_the_work(ring: UpRing, client: openai.OpenAI):
+    with client.completions.create(**ENDLESS, stream=True) as stream:
+        for _ in zip(range(3), stream, strict=False):
+            pass
+        wait_until(lambda: num_running(ring) == 1, "it runs")
+    ring.wait_until_quiescent()
+
+
+def test_a_client_s_timeout_stops_the_work(ring: UpRing, client: openai.OpenAI):
+    with pytest.raises(openai.APITimeoutError):
+        client.completions.create(**ENDLESS, timeout=0.2)
+    ring.wait_until_quiescent()
