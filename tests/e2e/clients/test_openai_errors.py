@@ -1,10 +1,15 @@
 """Errors as the `openai` package raises them, and what is left when a client gives up."""
 
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
 import openai
 import pytest
 
-from tests.e2e.clients.conftest import MODEL
-from tests.e2e.processes import UpRing, wait_until
+from tests.e2e.clients.conftest import API_KEY, MODEL
+from tests.e2e.processes import UpRing, start_command, wait_until
+from tests.faults.processes import free_ports
 
 MESSAGES: list = [{"role": "user", "content": "Hi"}]
 ENDLESS: dict = {"model": MODEL, "prompt": "go on", "max_tokens": 900, "extra_body": {"ignore_eos": True}}
@@ -39,9 +44,40 @@ def test_an_unknown_model_is_not_found(client: openai.OpenAI):
         client.files.list()
 
 
-def test_nobody_listens(ring: UpRing):
+@pytest.fixture
+def lonely_client(tiny_llama: Path) -> Iterator[openai.OpenAI]:
+    """Of a server whose decode node is not there."""
+    port, node_port = free_ports(2)
+    node = ("--decode", f"tcp://127.0.0.1:{node_port}")
+    server = start_command("server", "--model", str(tiny_llama), "--port", str(port), *node)
+    url = f"http://127.0.0.1:{port}"
+    try:
+        wait_until(lambda: answers(url), "it listens", 30)
+        with openai.OpenAI(base_url=f"{url}/v1", api_key=API_KEY, max_retries=0, timeout=10) as client:
+            yield client
+    finally:
+        server.close()
+
+
+def answers(url: str) -> bool:
+    try:
+        return httpx.get(f"{url}/health").status_code == 200
+    except httpx.TransportError:
+        return False
+
+
+def test_without_a_node_the_server_is_unavailable(lonely_client: openai.OpenAI, tiny_llama: Path):
+    for stream in (False, True):
+        with pytest.raises(openai.InternalServerError) as caught:
+            lonely_client.chat.completions.create(model=str(tiny_llama), messages=MESSAGES, stream=stream)
+        assert caught.value.status_code == 503
+        assert int(caught.value.response.headers["retry-after"]) >= 1
+
+
+def test_nobody_listens():
+    (port,) = free_ports(1)
     with (
-        openai.OpenAI(base_url="http://127.0.0.1:9/v1", api_key="any", max_retries=0) as client,
+        openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key=API_KEY, max_retries=0) as client,
         pytest.raises(openai.APIConnectionError),
     ):
         client.models.list()
