@@ -9,13 +9,16 @@ import pytest
 from tests.e2e.processes import UpRing, running_up
 
 MODEL = "tiny"
-API_KEY = "any"
+API_KEY = "sk-of-the-suites"
+MAX_IN_FLIGHT = 32
+"""Sequences; one more gets a 429."""
 
 
 @pytest.fixture(scope="session")
 def shared_ring(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[UpRing]:
     flags = ("--model", str(tiny_llama), "--served-model-name", MODEL, "--num-blocks", "1024", "--block-size", "4")
-    with running_up(tmp_path_factory.mktemp("clients"), *flags) as ring:
+    door = ("--api-key", API_KEY, "--max-in-flight", str(MAX_IN_FLIGHT))
+    with running_up(tmp_path_factory.mktemp("clients"), *flags, *door) as ring:
         yield ring
 
 

@@ -73,3 +73,6 @@ def test_errors_are_those_of_the_openai_package(base_url: str, chat: ChatOpenAI)
     unknown = ChatOpenAI(model="gpt-9", base_url=base_url, api_key=API_KEY, max_retries=0)
     with pytest.raises(openai.NotFoundError, match="gpt-9"):
         unknown.invoke(MESSAGES)
+    stranger = ChatOpenAI(model=MODEL, base_url=base_url, api_key="wrong", max_retries=0)
+    with pytest.raises(openai.AuthenticationError):
+        stranger.invoke(MESSAGES)

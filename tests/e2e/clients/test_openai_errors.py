@@ -7,7 +7,7 @@ import httpx
 import openai
 import pytest
 
-from tests.e2e.clients.conftest import API_KEY, MODEL
+from tests.e2e.clients.conftest import API_KEY, MAX_IN_FLIGHT, MODEL
 from tests.e2e.processes import UpRing, start_command, wait_until
 from tests.faults.processes import free_ports
 
@@ -42,6 +42,26 @@ def test_an_unknown_model_is_not_found(client: openai.OpenAI):
         client.models.retrieve("gpt-9")
     with pytest.raises(openai.NotFoundError):
         client.files.list()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_wrong_key_is_an_authentication_error(base_url: str, stream: bool):
+    with openai.OpenAI(base_url=base_url, api_key=API_KEY[:-1], max_retries=0) as client:
+        with pytest.raises(openai.AuthenticationError):
+            client.chat.completions.create(model=MODEL, messages=MESSAGES, stream=stream)
+        with pytest.raises(openai.AuthenticationError):
+            client.models.list()
+
+
+def test_too_many_at_once_is_a_rate_limit_error(ring: UpRing, client: openai.OpenAI):
+    with client.completions.create(**ENDLESS, n=MAX_IN_FLIGHT, stream=True) as stream:
+        next(stream)
+        for more_stream in (False, True):
+            with pytest.raises(openai.RateLimitError) as caught:
+                client.chat.completions.create(model=MODEL, messages=MESSAGES, stream=more_stream)
+            assert int(caught.value.response.headers["retry-after"]) >= 1
+    ring.wait_until_quiescent()
+    assert client.chat.completions.create(model=MODEL, messages=MESSAGES, max_tokens=1).choices
 
 
 @pytest.fixture

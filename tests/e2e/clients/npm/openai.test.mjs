@@ -130,6 +130,7 @@ test("errors are the package's own classes", async () => {
     return true;
   });
   await assert.rejects(client.completions.create({ model: "gpt-9", prompt: "a" }), OpenAI.NotFoundError);
+  await assert.rejects(client.withOptions({ apiKey: "wrong" }).models.list(), OpenAI.AuthenticationError);
   const away = new OpenAI({ baseURL: "http://127.0.0.1:9/v1", apiKey: "any", maxRetries: 0 });
   await assert.rejects(away.models.list(), OpenAI.APIConnectionError);
 });
