@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 ARGS ?=
+NPM_CLIENT := tests/e2e/clients/npm
 
 .PHONY: run test check format model soak clean FORCE
 
@@ -10,7 +11,7 @@ run: $(VENV)/.runtime
 	$(BIN)/pdserve up $(ARGS)
 
 # The demo model must be in the cache: tests that need it fail without it, they are not skipped.
-test: $(VENV)/.dev model
+test: $(VENV)/.dev $(NPM_CLIENT)/node_modules/.installed model
 	$(BIN)/pytest $(ARGS)
 
 check: $(VENV)/.dev
@@ -40,8 +41,12 @@ $(VENV)/.runtime: pyproject.toml
 	touch $@
 
 $(VENV)/.dev: $(VENV)/.runtime
-	$(BIN)/pip install --quiet --editable '.[dev]'
+	$(BIN)/pip install --quiet --editable '.[dev,clients]'
+	touch $@
+
+$(NPM_CLIENT)/node_modules/.installed: $(NPM_CLIENT)/package-lock.json
+	npm ci --prefix $(NPM_CLIENT) --no-audit --no-fund
 	touch $@
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) $(NPM_CLIENT)/node_modules build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
