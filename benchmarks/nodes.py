@@ -82,13 +82,16 @@ class Pair:
 
 
 @contextmanager
-def running_pairs(model: str, ways: Mapping[str, Sequence[str]]) -> Iterator[dict[str, Pair]]:
-    """One prefill node, and for each way a decode node with those flags, behind a relay of its own.
+def running_pairs(
+    model: str, ways: Mapping[str, Sequence[str]], *, both: Sequence[str] = (), is_relayed: bool = True
+) -> Iterator[dict[str, Pair]]:
+    """One prefill node, and for each way a decode node with those flags, behind a relay of its own; all nodes with the
+    flags `both`. Where the link itself is measured, the relay stands aside.
 
     The decode nodes share a core, as only one of them works at a time; prefill has another, where there is one. KV goes
     as messages, so that the relay sees it; no prefix cache, so that every prompt travels whole.
     """
-    common = ("--model", model, "--transport", "zmq", "--no-enable-prefix-caching", *SHAPE)
+    common = ("--model", model, "--transport", "zmq", "--no-enable-prefix-caching", *SHAPE, *both)
     cpus = sorted(os.sched_getaffinity(0))
     with ExitStack() as stack:
         places = [word for pair in ANYWHERE.items() for word in pair]
@@ -98,7 +101,8 @@ def running_pairs(model: str, ways: Mapping[str, Sequence[str]]) -> Iterator[dic
         for way, flags in ways.items():
             relay = stack.enter_context(running_relay())
             relay.target = prefill.where["kv_address"]
-            at = ["--listen", "tcp://127.0.0.1:0", "--admin-port", "0", "--prefill", relay.address]
+            dialled = relay.address if is_relayed else relay.target
+            at = ["--listen", "tcp://127.0.0.1:0", "--admin-port", "0", "--prefill", dialled]
             decode = _start(stack, "decode", [*common, *at, "--cpus", str(cpus[-1]), *flags])
             pairs[way] = Pair(prefill, decode, relay, _client(stack, decode), prefill_client)
         for pair in pairs.values():

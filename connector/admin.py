@@ -55,11 +55,13 @@ def _view(request: Request) -> AdminView:
 
 
 @_status.get("/health")
+@_status.head("/health")
 def health() -> Response:
     return Response()
 
 
 @_status.get("/ready")
+@_status.head("/ready")
 def ready(request: Request) -> JSONResponse:
     reason = _view(request).not_ready_reason()
     return JSONResponse({"ready": not reason, "reason": reason}, status_code=503 if reason else 200)

@@ -121,6 +121,7 @@ class DecodePeer:
         self._leases = shipping.leases
         self._clock = shipping.clock
         self._credit_bytes = hello.credit_bytes
+        self._wants_digests = hello.wants_digests
         self._in_flight = 0
         self._changed = threading.Condition()
         self._is_lost = False
@@ -223,7 +224,7 @@ class DecodePeer:
     def _ship_by_message(self, item: _SendUnit, num_bytes: int) -> None:
         payload = gather_unit(self._kv_caches[item.layer], item.block_ids, item.span.start, item.span.stop)
         data = memoryview(payload.numpy())  # type: ignore[arg-type]
-        self._send_unit(item, num_bytes, xxhash.xxh3_64_digest(data), [data])
+        self._send_unit(item, num_bytes, xxhash.xxh3_64_digest(data) if self._wants_digests else b"", [data])
 
     def _send_unit(self, item: _SendUnit, num_bytes: int, digest: bytes, payload: list[memoryview]) -> None:
         header = Unit(

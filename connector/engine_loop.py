@@ -19,7 +19,8 @@ from engine.request import Request
 logger = logging.getLogger(__name__)
 
 OnOutputs = Callable[[Sequence[RequestOutput]], None]
-OnRefused = Callable[[Request, ErrorKind, str], None]
+OnRefused = Callable[[Request, ErrorKind, str, str | None], None]
+"""The request, why in a word and in a sentence, and the field at fault if one is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,13 +113,13 @@ class EngineLoop:
     def _handle(self, engine: Engine, on_refused: OnRefused, event: _Add | _Abort | _Wake | _Stop) -> None:
         match event:
             case _Add(request=request) if self._deadline is not None:
-                on_refused(request, ErrorKind.NO_NODE_READY, "the node is shutting down")
+                on_refused(request, ErrorKind.NO_NODE_READY, "the node is shutting down", None)
             case _Add(request=request):
                 try:
                     engine.add_request(request)
                 except RequestError as error:
                     logger.warning("refused request %s: %s", request.request_id, str(error))
-                    on_refused(request, ErrorKind.INVALID_REQUEST, str(error))
+                    on_refused(request, ErrorKind.INVALID_REQUEST, str(error), error.param)
             case _Abort(request_id=request_id):
                 engine.abort_request(request_id)
             case _Wake():

@@ -7,7 +7,7 @@ from msgspec import convert, to_builtins
 
 from connector.codec import PROTOCOL_VERSION
 from connector.identity import NodeIdentity
-from connector.kv_transfer_params import KVTransferParams
+from connector.kv_transfer_params import KVTransferParams, engine_id, split_engine_id
 from connector.leases import Lease
 from connector.p2p_scheduler import PullKV
 from engine.errors import RequestError
@@ -20,7 +20,7 @@ def held_params(identity: NodeIdentity, kv_address: str, lease: Lease, request: 
     params = KVTransferParams(
         do_remote_prefill=True,
         do_remote_decode=False,
-        remote_engine_id=_engine_id(identity.name, identity.epoch),
+        remote_engine_id=engine_id(identity.name, identity.epoch),
         remote_request_id=lease.lease_id,
         remote_block_ids=[list(lease.block_ids)],
         remote_host=address.hostname or "",
@@ -41,19 +41,20 @@ def to_params(fields: dict[str, object]) -> KVTransferParams:
 
 def to_pull(params: KVTransferParams) -> PullKV:
     """Who holds it and under which lease. Raises `RequestError` naming the field that is missing or malformed."""
-    name, separator, epoch = (params.remote_engine_id or "").rpartition("@")
-    if not separator:
+    holder = split_engine_id(params.remote_engine_id)
+    if holder is None:
         raise _missing("remote_engine_id")
     if not params.remote_request_id:
         raise _missing("remote_request_id")
     if params.remote_num_tokens is None:
         raise _missing("remote_num_tokens")
-    return PullKV(name, epoch, params.remote_request_id, params.remote_num_tokens)
-
-
-def _engine_id(name: str, epoch: str) -> str:
-    """Changes with every start of the process, as routers expect of it."""
-    return f"{name}@{epoch}"
+    return PullKV(
+        *holder,
+        params.remote_request_id,
+        params.remote_num_tokens,
+        num_cached_tokens=min(params.remote_prefill_cached_tokens or 0, params.remote_num_tokens),
+        is_held_after=bool(params.do_remote_decode),
+    )
 
 
 def _missing(field: str) -> RequestError:

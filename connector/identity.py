@@ -28,13 +28,18 @@ class ModelIdentity(Struct, frozen=True, kw_only=True):
     layout: Name = KV_LAYOUT
 
     def mismatch(self, other: "ModelIdentity") -> str | None:
-        """Why `other` cannot work with us, or None."""
-        differences = [
-            f"{field} is {getattr(self, field)} here and {getattr(other, field)} there"
-            for field in self.__struct_fields__
-            if getattr(self, field) != getattr(other, field)
-        ]
-        return "; ".join(differences) or None
+        """Why `other` cannot work with us, or None. In words: nobody knows a model by its digest."""
+        differing = [field for field in self.__struct_fields__ if getattr(self, field) != getattr(other, field)]
+        return "; ".join(_DIGESTED.get(field) or self._difference(other, field) for field in differing) or None
+
+    def _difference(self, other: "ModelIdentity", field: str) -> str:
+        return f"{field} is {getattr(self, field)} here and {getattr(other, field)} there"
+
+
+_DIGESTED = {
+    "config_digest": "the config differs",
+    "weights_digest": "the weights differ",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,6 +21,8 @@ class IncomingTransfer:
     block_ids: Sequence[int]
     num_layers: int
     granted_at: float
+    num_cached_tokens: int = 0
+    """What of it the sender had found in its cache, where that is known beforehand."""
     arrived: list[list[tuple[int, int]]] = field(init=False)
     layer_first_unit_at: list[float | None] = field(init=False)
     layer_complete_at: list[float | None] = field(init=False)

@@ -84,7 +84,7 @@ class KVReceiver:
         self._settings = settings
         self._notify = notify
         self._clock = clock
-        self._intake = KVIntake((), self.counters)
+        self._intake = KVIntake((), self.counters, checks_digests=settings.digest)
         self._open: dict[str, OpenLoad] = {}
         self._by_request: dict[str, str] = {}
         self._awaited: dict[str, str] = {}
@@ -95,7 +95,7 @@ class KVReceiver:
         self._num_minted = 0
 
     def start(self, kv_caches: Sequence[torch.Tensor], links: Links, addresses: Sequence[str]) -> None:
-        self._intake = KVIntake(kv_caches, self.counters)
+        self._intake = KVIntake(kv_caches, self.counters, checks_digests=self._settings.digest)
         self.peers.dial(links, addresses)
         links.every(self._settings.heartbeat_interval, self.tick)
 
@@ -119,6 +119,7 @@ class KVReceiver:
             if peer is not None:
                 self._grant(order, order.grant, peer, frozenset())
             else:
+                self.counters.num_without_node += 1
                 self._finished.failed[order.request_id] = self._nobody_for(order)
                 self._report()
 
@@ -346,9 +347,10 @@ class KVReceiver:
         if isinstance(order.grant, Pull):
             reason = f"the holder of the KV, {order.candidates[0]}, is not there in the same epoch ({states})"
             return LoadFailure(kind=ErrorKind.KV_LOAD_FAILED, reason=reason)
+        who = f"none of {', '.join(order.candidates)}" if order.candidates else "no prefill node"
         return LoadFailure(
             kind=ErrorKind.NO_NODE_READY,
-            reason=f"no prefill node is ready ({states})",
+            reason=f"{who} is ready ({states})",
             is_final=self._settings.fallback == "fail",
         )
 
@@ -361,6 +363,7 @@ class KVReceiver:
             block_ids=grant.block_ids,
             num_layers=self._intake.num_layers,
             granted_at=self._clock(),
+            num_cached_tokens=order.num_cached_tokens,
         )
         self._open[grant.transfer_id] = OpenLoad(order, transfer, peer, peer.epoch, tried | {peer.name})
         self._by_request[order.request_id] = grant.transfer_id

@@ -30,6 +30,7 @@ from connector.peer_messages import (
     ExpressHello,
     FirstToken,
     FromDecode,
+    PeerGoodbye,
     PeerHello,
     PeerPing,
     PeerPong,
@@ -107,9 +108,13 @@ class KVSender:
         self._kv_caches = kv_caches
 
     def close(self) -> None:
-        for peer in self._peers.values():
+        self._kv_caches = ()  # nobody is welcomed any more
+        for identity in list(self._peers):
+            self._send(identity, PeerGoodbye())
+        peers = list(self._peers.values())  # the link's thread may still lose some
+        for peer in peers:
             peer.lose()
-        for peer in self._peers.values():
+        for peer in peers:
             peer.join()
 
     # The engine's side
@@ -284,6 +289,8 @@ class KVSender:
                 self._cancel(peer, transfer_id)
             case Credit(num_bytes=num_bytes):
                 peer.credit(num_bytes)
+            case PeerGoodbye():
+                self._lose(identity, "it is shutting down", level=logging.INFO)
             case PeerPing():
                 self._leases.renew(message.lease_ids)
                 # A cancel may have been lost with a connection: what is not asked for any more is cancelled, too.
@@ -322,11 +329,11 @@ class KVSender:
         peer.cancel(transfer)
         self._taker.abort(transfer_id)
 
-    def _lose(self, identity: bytes, reason: str) -> None:
+    def _lose(self, identity: bytes, reason: str, *, level: int = logging.WARNING) -> None:
         peer = self._peers.pop(identity, None)
         if peer is None:
             return
-        logger.warning("lost decode node %s: %s", peer.name, reason)
+        logger.log(level, "lost decode node %s: %s", peer.name, reason)
         transfer_ids = list(peer.transfers)
         peer.lose()
         for transfer_id in transfer_ids:
@@ -350,7 +357,7 @@ class KVSender:
             self._closed.add(request_id)
         self._taker.wake()
 
-    def _send(self, identity: bytes, message: PeerWelcome | PeerRefused | PeerPong) -> None:
+    def _send(self, identity: bytes, message: PeerWelcome | PeerRefused | PeerPong | PeerGoodbye) -> None:
         self._send_frames(identity, [encode(message)])
 
     def _send_frames(self, identity: bytes, frames: Sequence[Frame]) -> None:

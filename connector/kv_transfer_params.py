@@ -38,3 +38,14 @@ class KVTransferParams(Struct, frozen=True, kw_only=True):
     tp_size: Count | None = None
     transfer_mode: Text | None = None
     protocol_version: Count | None = None
+
+
+def engine_id(name: str, epoch: str) -> str:
+    """`remote_engine_id`: changes with every start of the process, as routers expect of it."""
+    return f"{name}@{epoch}"
+
+
+def split_engine_id(remote_engine_id: str | None) -> tuple[str, str] | None:
+    """(name, epoch) of the holder; None for what `engine_id` did not make."""
+    name, separator, epoch = (remote_engine_id or "").rpartition("@")
+    return (name, epoch) if separator and name else None

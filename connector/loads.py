@@ -18,6 +18,8 @@ class LoadOrder:
     epoch: str | None = None
     """The one in which the candidate must be; None for any."""
     may_run_early: bool = True
+    num_cached_tokens: int = 0
+    """What the holder of pulled KV had found in its own cache; a prefill node says so with the first token."""
 
 
 @dataclass(slots=True)
@@ -56,6 +58,8 @@ class ReceiverCounters:
     num_digest_mismatches: int = 0
     num_transfers_received: int = 0
     num_transfers_failed: int = 0
+    num_without_node: int = 0
+    """Orders that no prefill node could take: none was ready any more, or none ever with --fallback fail."""
     num_next_candidates: int = 0
     """Transfers that were granted again, to another prefill node."""
     num_barrier_waits: int = 0
@@ -68,5 +72,5 @@ def result_of(transfer: IncomingTransfer) -> LoadResult:
     first = transfer.first_token
     pieces = tuple(transfer.prompt_logprobs)
     if first is None:
-        return LoadResult(prompt_logprobs=pieces)
+        return LoadResult(num_remote_cached_tokens=transfer.num_cached_tokens, prompt_logprobs=pieces)
     return LoadResult(first_token=first.token, num_remote_cached_tokens=first.num_cached_tokens, prompt_logprobs=pieces)

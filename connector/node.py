@@ -27,6 +27,7 @@ from connector.engine_loop import EngineLoop
 from connector.factory import KVConnector, create_connector
 from connector.held_params import to_pull
 from connector.identity import ModelIdentity, NodeIdentity
+from connector.kv_receiver import KVReceiver
 from connector.kv_transfer_params import KVTransferParams
 from connector.node_config import NodeConfig
 from connector.node_debug import debug_state
@@ -210,20 +211,22 @@ class Node:
     def _transfer_of(self, message: Generate) -> RemotePrefill | PullKV | HoldKV | None:
         """Where the request's KV comes from, or that it is to stay. Raises `RequestError`."""
         params = message.kv_transfer_params
+        if params is not None and params.do_remote_decode and self._addresses.kv_listen is None:
+            reason = "this node holds no KV for others: it has no --kv-listen"
+            raise RequestError(reason, param="kv_transfer_params.do_remote_decode")
         if params is not None and params.do_remote_prefill:
-            return self._await_pull(to_pull(params))
+            source = to_pull(params)
+            if (receiver := self._receiver) is not None:
+                receiver.await_lease(source)
+                return source
         if params is not None and params.do_remote_decode:
-            if self._addresses.kv_listen is None:
-                raise RequestError("this node holds no KV for others", param="kv_transfer_params.do_remote_decode")
             return HoldKV()
         return RemotePrefill(tuple(message.prefill_nodes)) if self._addresses.prefill else None
 
-    def _await_pull(self, source: PullKV) -> PullKV | None:
-        receiver = self._parts.worker.receiver if self._parts is not None and self._parts.worker is not None else None
-        if receiver is None:
-            return None
-        receiver.await_lease(source)
-        return source
+    @property
+    def _receiver(self) -> KVReceiver | None:
+        worker = self._parts.worker if self._parts is not None else None
+        return worker.receiver if worker is not None else None
 
     def _release(self, params: KVTransferParams) -> None:
         """The second leg will not come. We hold the KV, or know who does."""
@@ -240,7 +243,7 @@ class Node:
         elif worker.receiver is not None:
             worker.receiver.release(source)
 
-    def _refuse(self, request: Request, kind: ErrorKind, reason: str) -> None:
+    def _refuse(self, request: Request, kind: ErrorKind, reason: str, param: str | None) -> None:
         worker = self._parts.worker if self._parts is not None else None
         match request.kv_transfer:
             case ShipKV() if worker is not None:
@@ -248,7 +251,7 @@ class Node:
                 return
             case PullKV() as source if worker is not None and worker.receiver is not None:
                 worker.receiver.release(source)
-        self._server_link.refuse(request, kind, reason)
+        self._server_link.refuse(request, kind, reason, param)
 
     def _end_requests(self, engine: Engine) -> None:
         """Every accepted request gets its final message, also when we go down."""

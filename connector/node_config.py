@@ -77,5 +77,8 @@ class DecodeNodeConfig(NodeConfig):
     """Where servers reach this node; port 0 picks a free one."""
     prefill: tuple[str, ...] = ()
     """KV address of a prefill node (its --kv-listen). Without any, this node computes prompts itself."""
+    kv_listen: str | None = None
+    """Where other nodes fetch KV that this one was asked to hold, such as tcp://127.0.0.1:7201. Without it, it holds
+    none."""
     admin_port: int = 7202
     """Port of the admin endpoint; 0 picks a free one."""

@@ -62,6 +62,7 @@ RECEIVER_COUNTERS: Table = {
     "num_digest_mismatches": ("pdserve_kv_digest_mismatches", "Units whose digest was wrong"),
     "num_transfers_received": ("pdserve_kv_transfers_received", "Loads completed"),
     "num_transfers_failed": ("pdserve_kv_transfers_failed", "Loads failed"),
+    "num_without_node": ("pdserve_kv_loads_without_node", "Loads that no prefill node was there for"),
     "num_next_candidates": ("pdserve_kv_next_candidates", "Loads granted again, to another prefill node"),
     "num_barrier_waits": ("pdserve_kv_barrier_waits", "Layers at whose barrier a step waited"),
     "barrier_seconds": ("pdserve_kv_barrier_seconds", "Time that steps waited at barriers"),

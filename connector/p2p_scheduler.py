@@ -19,7 +19,7 @@ from engine.batch import Batch, ConnectorOutput, ScheduledRequest
 from engine.errors import ErrorKind
 from engine.kv_connector import SchedulerConnector
 from engine.prompt_logprobs import PromptLogprobs
-from engine.request import Request, RequestState, SampledToken
+from engine.request import Request, SampledToken
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +51,10 @@ class PullKV:
     epoch: str
     lease_id: str
     num_tokens: int
+    num_cached_tokens: int = 0
+    """Of these, what the holder had found in its own cache."""
+    is_held_after: bool = False
+    """What this node makes of it is held in turn, for somebody's next pull."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,7 +103,6 @@ class P2PMetadata:
     """Requests of this step whose load is still open: each layer waits for them."""
 
 
-_WELL_ENDED = frozenset({RequestState.FINISHED_STOPPED, RequestState.FINISHED_LENGTH})
 _WhyLocal = Literal["short", "no node"]
 
 
@@ -216,7 +219,7 @@ class P2PSchedulerConnector(SchedulerConnector):
             case ShipKV() as ship:
                 self._pending.ended.append(_ship_end(request, ship))
                 return request_id in self._ships, None
-            case HoldKV() if request.state in _WELL_ENDED:
+            case HoldKV() | PullKV(is_held_after=True) if request.state.has_ended_well:
                 self._held.add(request_id)
                 return True, self._hold(request, block_ids)
             case PullKV() as source if request.may_load and not block_ids:
@@ -267,7 +270,7 @@ class P2PSchedulerConnector(SchedulerConnector):
 
 
 def _ship_end(request: Request, ship: ShipKV) -> ShipEnd:
-    if request.state in _WELL_ENDED:
+    if request.state.has_ended_well:
         return ShipEnd(
             request_id=request.request_id,
             first_token=request.output[0] if ship.wants_first_token else None,

@@ -155,6 +155,7 @@ class P2PWorkerConnector(WorkerConnector):
             epoch=place.identity.epoch,
             model=place.identity.model,
             credit_bytes=place.settings.credit_bytes,
+            wants_digests=place.settings.digest,
             shared_memory=offer,
         )
 
@@ -200,4 +201,5 @@ class P2PWorkerConnector(WorkerConnector):
             candidates=(source.peer,),
             epoch=source.epoch,
             may_run_early=False,
+            num_cached_tokens=source.num_cached_tokens,
         )

@@ -67,6 +67,8 @@ class PeerHello(_Message, frozen=True, tag=True, kw_only=True):
     model: ModelIdentity
     credit_bytes: Count
     """How many payload bytes may be under way to us at once."""
+    wants_digests: bool = True
+    """Of every unit that travels as a message."""
     shared_memory: SharedMemoryOffer | None = None
 
 
@@ -144,6 +146,10 @@ class CancelTransfer(_Message, frozen=True, tag=True, kw_only=True):
     transfer_id: Name
 
 
+class PeerGoodbye(_Message, frozen=True, tag=True, kw_only=True):
+    """From either end: it is going down, and wants nothing more."""
+
+
 class Credit(_Message, frozen=True, tag=True, kw_only=True):
     num_bytes: Count
 
@@ -155,7 +161,7 @@ class Unit(_Message, frozen=True, tag=True, kw_only=True):
     start: Count
     end: Count
     digest: Annotated[bytes, Meta(max_length=8)] = b""
-    """xxh3-64 of the payload, big-endian; empty where the payload did not travel as a message."""
+    """xxh3-64 of the payload, big-endian; empty where the payload did not travel as a message, or none is wanted."""
     num_bytes: Count
     saved_at: float
     """Sender's monotonic clock when the layer's KV was complete. Comparable on one host only."""
@@ -196,18 +202,9 @@ class TransferFailed(_Message, frozen=True, tag=True, kw_only=True):
     reason: Text
 
 
-FromDecode = PeerHello | ExpressHello | PeerPing | Prefill | Pull | ReleaseLease | CancelTransfer | Credit
-FromPrefill = (
-    PeerWelcome
-    | PeerRefused
-    | PeerPong
-    | Unit
-    | PromptPiece
-    | FirstToken
-    | PrefillDone
-    | TransferClosed
-    | TransferFailed
-)
+_OfTransfer = Unit | PromptPiece | FirstToken | PrefillDone | TransferClosed | TransferFailed
+FromDecode = PeerHello | ExpressHello | PeerPing | Prefill | Pull | ReleaseLease | CancelTransfer | Credit | PeerGoodbye
+FromPrefill = PeerWelcome | PeerRefused | PeerPong | PeerGoodbye | _OfTransfer
 
 decode_from_decode_node: Decoder[FromDecode] = Decoder(FromDecode)
 decode_from_prefill_node: Decoder[FromPrefill] = Decoder(FromPrefill)

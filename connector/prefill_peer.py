@@ -17,6 +17,7 @@ from connector.peer_messages import (
     FirstToken,
     FromDecode,
     FromPrefill,
+    PeerGoodbye,
     PeerHello,
     PeerPing,
     PeerPong,
@@ -29,6 +30,8 @@ from connector.shared_kv import PeerProcess
 from engine.errors import ErrorKind, LinkError, MalformedMessage
 
 logger = logging.getLogger(__name__)
+
+GOODBYE = "it is shutting down"
 
 
 class PeerState(Enum):
@@ -108,6 +111,8 @@ class PrefillPeer:
                 self._refused(message.reason)
             case PeerPong():
                 self._pong(message)
+            case PeerGoodbye():
+                self._lose(ErrorKind.PEER_UNREACHABLE, GOODBYE, level=logging.INFO)
         self._owner.peer_message(self, message, frames)
 
     def on_express(self, frames: Sequence[memoryview]) -> None:
@@ -135,6 +140,7 @@ class PrefillPeer:
         self.send(PeerPing(sequence=self._sequence, transfer_ids=open_transfer_ids, lease_ids=awaited_lease_ids))
 
     def close(self) -> None:
+        self.send(PeerGoodbye())
         if self.process is not None:
             self.process.close()
 
@@ -172,10 +178,10 @@ class PrefillPeer:
             self._num_steps = pong.num_steps
             self.engine_progress_at = self._clock()
 
-    def _lose(self, kind: ErrorKind, reason: str) -> None:
+    def _lose(self, kind: ErrorKind, reason: str, *, level: int = logging.WARNING) -> None:
         if self.state is not PeerState.READY:
             return
-        logger.warning("lost prefill node %s at %s: %s", self.name, self.address, reason)
+        logger.log(level, "lost prefill node %s at %s: %s", self.name, self.address, reason)
         self.state, self.reason = PeerState.LOST, reason
         self._owner.peer_lost(self, kind, reason)
         self._owner.peer_changed()

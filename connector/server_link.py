@@ -126,11 +126,12 @@ class ServerLink:
         for piece in output.prompt_logprobs:
             self._send(server, Tokens(outputs=[TokenOutput(request_id=request_id, prompt_logprobs=piece)]))
 
-    def refuse(self, request: Request, kind: ErrorKind, reason: str) -> None:
+    def refuse(self, request: Request, kind: ErrorKind, reason: str, param: str | None = None) -> None:
+        """`param` is the field at fault where the client is."""
         owner = self._owners.get(request.request_id)
         if owner is not None:
             self._forget(request.request_id)
-            self._refuse(*owner, reason, kind)
+            self._refuse(*owner, reason, kind=kind, param=param)
 
     # The link's side
 
@@ -171,20 +172,30 @@ class ServerLink:
 
     def _on_generate(self, peer: bytes, server: _Server, message: Generate) -> None:
         if message.request_id in server.requests:
-            self._refuse(peer, message.request_id, "this request id is in use")
+            self._refuse(peer, message.request_id, "this request id is in use", param="request_id")
             return
         ours = f"{message.request_id}@{peer.hex()}"
         try:
             request = self._door.make_request(message, ours)
         except RequestError as error:
-            self._refuse(peer, message.request_id, str(error))
+            self._refuse(peer, message.request_id, str(error), param=error.param)
             return
         server.requests[message.request_id] = ours
         self._owners[ours] = (peer, message.request_id)
         self._taker.submit(request)
 
-    def _refuse(self, peer: bytes, request_id: str, reason: str, kind: ErrorKind = ErrorKind.INVALID_REQUEST) -> None:
-        output = TokenOutput(request_id=request_id, finish_reason="error", error_kind=kind, error=reason)
+    def _refuse(
+        self,
+        peer: bytes,
+        request_id: str,
+        reason: str,
+        *,
+        kind: ErrorKind = ErrorKind.INVALID_REQUEST,
+        param: str | None = None,
+    ) -> None:
+        output = TokenOutput(
+            request_id=request_id, finish_reason="error", error_kind=kind, error=reason, error_param=param or ""
+        )
         self._send(peer, Tokens(outputs=[output]))
 
     def _pong(self, sequence: int) -> NodePong:

@@ -113,6 +113,8 @@ class TokenOutput(Struct, frozen=True, kw_only=True):
     num_cached_tokens: Count = 0
     error_kind: ErrorKind | None = None
     error: Text = ""
+    error_param: Text = ""
+    """The field of the client's request that is at fault, if one is."""
     kv_transfer_params: KVTransferParams | None = None
     """With the final output of a request that asked for its KV to be held."""
     prompt_logprobs: PromptLogprobs | None = None

@@ -37,6 +37,9 @@ class TransferSettings:
     credit_bytes: int = 8 << 20
     """KV bytes under way to this node from one peer at a time. Words that overtake KV, such as the first token, wait
     behind no more than this."""
+    digest: bool = True
+    """Check a digest of every piece of KV that arrives as a message. The decode node's word counts: its prefill nodes
+    compute what it checks."""
     max_peers: int = 64
     """Peers accepted at once."""
 

@@ -15,7 +15,9 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _run(config: DecodeNodeConfig) -> int:
-    addresses = NodeAddresses(listen=config.listen, admin_port=config.admin_port, prefill=config.prefill)
+    addresses = NodeAddresses(
+        listen=config.listen, admin_port=config.admin_port, kv_listen=config.kv_listen, prefill=config.prefill
+    )
     return run_node("decode", config, addresses)
 
 

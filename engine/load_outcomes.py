@@ -65,6 +65,13 @@ class LoadOutcomes:
         for request_id in output.sent:
             self._count_if_late(self._on_sent(request_id))
 
+    def note_used(self, request: Request) -> None:
+        """The request comes to its end before the load that it ran on was reported. Every barrier had opened by its
+        first forward, so all the KV came; its first token may also have come without."""
+        load = self._transfers.find_load(request.request_id)
+        if load is not None and request.state is RequestState.RUNNING:
+            self._counters.prompt_tokens_loaded += load.num_tokens
+
     def _count_if_late(self, was_open: bool) -> None:
         self._counters.num_late_connector_ids += not was_open
 

@@ -42,6 +42,10 @@ class RequestState(IntEnum):
     def is_finished(self) -> bool:
         return self >= RequestState.FINISHED_STOPPED
 
+    @property
+    def has_ended_well(self) -> bool:
+        return self in (RequestState.FINISHED_STOPPED, RequestState.FINISHED_LENGTH)
+
 
 _S = RequestState
 _FINISHED = frozenset(state for state in _S if state.is_finished)

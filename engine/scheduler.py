@@ -333,6 +333,8 @@ class Scheduler:
         is_fenced: bool = True,
     ) -> None:
         """The one way out for every request."""
+        if state.has_ended_well:
+            self._outcomes.note_used(request)
         self._roster.end(request, state)
         request.error = error
         kv_transfer_params = self._hand_over_blocks(request, is_fenced)

@@ -16,6 +16,7 @@ from server.gates import AdmissionMiddleware, ApiKeyMiddleware
 from server.http_errors import BugMiddleware, install_error_handlers
 from server.http_settings import CorsConfig
 from server.info_routes import info_routes
+from server.openapi import install_openapi
 from server.request_id import RequestIdMiddleware
 from server.responses import responses_routes
 from server.service import Service
@@ -49,6 +50,7 @@ def create_app(service: Service, links: Links, keys: ApiKeys | None = None) -> F
     app.include_router(info_routes(service))
     for routes in (completion_routes, chat_routes, responses_routes, tokenize_routes):
         app.include_router(routes(service), dependencies=[Depends(_require_json)])
+    install_openapi(app, needs_key=bool(keys))
     return app
 
 

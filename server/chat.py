@@ -9,16 +9,20 @@ from server.chat_start import StartedChat, start_chat
 from server.choice import Delta
 from server.kv_transfer import leg_of
 from server.logprobs import chat_logprobs
+from server.openapi import answers
 from server.protocol import ChatBody
 from server.respond import respond
+from server.response_schema import ChatCompletion, ChatCompletionChunk
 from server.service import Service
 from server.tool_parser import CallArguments, CallStart, Piece
+
+EXAMPLE = {"messages": [{"role": "user", "content": "What is the capital of France?"}], "max_completion_tokens": 32}
 
 
 def chat_routes(service: Service) -> APIRouter:
     router = APIRouter()
 
-    @router.post("/v1/chat/completions")
+    @router.post("/v1/chat/completions", **answers(ChatCompletion, events=ChatCompletionChunk, example=EXAMPLE))
     async def create_chat_completion(body: ChatBody, request: Request) -> Response:
         with service.released_on_failure(leg_of(body)):
             answer = ChatAnswer(await start_chat(body, request, service))

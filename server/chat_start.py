@@ -96,5 +96,5 @@ def _jobs(body: ChatBody, prompt: Prompt, grammar: Grammar | None, service: Serv
         prompt_logprobs=body.prompt_logprobs,
         grammar=grammar,
     )
-    budget = output_budget(_max_tokens(body), None, len(prompt.token_ids), max_model_len)
+    budget = output_budget(_max_tokens(body), None, len(prompt.token_ids), max_model_len, prompt_param="messages")
     return [Job(prompt=prompt, sampling=for_choice(base, index, budget)) for index in range(body.n or 1)]

@@ -14,22 +14,25 @@ from server.choice import Delta
 from server.generation import Generation
 from server.kv_transfer import check_leg, leg_of
 from server.logprobs import CompletionLogprobs
+from server.openapi import answers
 from server.prompts import Prompt, max_prompt_len
 from server.protocol import CompletionBody, refuse_unsupported
 from server.request_id import adopt_request_id
 from server.request_options import answer_options, output_options, priority_of
 from server.respond import raise_if_gone, respond
+from server.response_schema import Completion, CompletionChunk
 from server.sampling import base_sampling, for_choice, output_budget
 from server.service import Job, Service, Submission
 from server.tokenizer import Tokenizer
 
 DEFAULT_MAX_TOKENS = 16
+EXAMPLE = {"prompt": "The capital of France is", "max_tokens": 16, "temperature": 0}
 
 
 def completion_routes(service: Service) -> APIRouter:
     router = APIRouter()
 
-    @router.post("/v1/completions")
+    @router.post("/v1/completions", **answers(Completion, events=CompletionChunk, example=EXAMPLE))
     async def create_completion(body: CompletionBody, request: Request) -> Response:
         with service.released_on_failure(leg_of(body)):
             answer = await _start(body, request, service)

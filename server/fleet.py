@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from connector.codec import PROTOCOL_VERSION
 from connector.identity import ModelIdentity
-from connector.kv_transfer_params import KVTransferParams
+from connector.kv_transfer_params import KVTransferParams, split_engine_id
 from connector.link import Links
 from connector.server_messages import Generate, NodeHello, TokenOutput
 from engine.errors import ErrorKind, ServingError
@@ -124,8 +124,9 @@ class Fleet:
 
     @property
     def capacity(self) -> int:
-        """Sequences that the nodes which take requests run or let wait; 0 if none is ready."""
-        return sum(node.capacity for node in self._ready(self._takers))
+        """Sequences that the ready nodes to which requests go run or let wait; 0 if none is ready. Asked for every
+        request, so it does not look whether the nodes fit together."""
+        return sum(node.capacity for node in self._takers if node.not_ready_reason is None)
 
     @property
     def is_full(self) -> bool:
@@ -259,8 +260,9 @@ class Flight:
 
 
 def _holder(params: KVTransferParams) -> str | None:
-    """The node's name; an engine id is NAME@EPOCH."""
-    return (params.remote_engine_id or "").rpartition("@")[0] or None
+    """The node's name."""
+    holder = split_engine_id(params.remote_engine_id)
+    return holder[0] if holder is not None else None
 
 
 def _message(work: Work, candidates: list[str]) -> Generate:

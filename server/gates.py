@@ -35,7 +35,7 @@ class ApiKeyMiddleware:
 
 
 class AdmissionMiddleware:
-    """Counts and bounds the requests for work. There is no queue: taken in, or refused before its body is read."""
+    """Counts and bounds the requests for work. There is no queue: each is taken in or refused, at once."""
 
     def __init__(self, app: ASGIApp, *, admission: Admission) -> None:
         self._app = app

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from types import TracebackType
 
 from connector.server_messages import TokenOutput
-from engine.errors import ErrorKind, PdserveError, ServingError
+from engine.errors import ErrorKind, PdserveError, RequestError, ServingError
 from server.choice import Choice, Delta
 from server.fleet import Flight
 from server.metrics import SequenceBooks
@@ -77,7 +77,7 @@ class Generation:
     async def next_deltas(self) -> list[Delta]:
         """What arrived since the last call, waiting for the first; [] once every choice has finished.
 
-        Raises what ended the request early: `ServingError`, `ClientGone`.
+        Raises what ended the request early: `ServingError`, `RequestError`, `ClientGone`.
         """
         while self._open:
             if not self._arrived and self._failure is None:
@@ -93,7 +93,7 @@ class Generation:
         """Ends the request from outside. Work on the nodes stops now, even if nobody reads."""
         if self._failure is None and self._open:
             self._failure = error
-            self._end_all("error" if isinstance(error, ServingError) else "abort")
+            self._end_all("abort" if isinstance(error, ClientGone) else "error")
             self._wakeup.set()
 
     def close(self) -> None:
@@ -137,8 +137,10 @@ class Generation:
             sequence.end(reason)
 
 
-def _failure_of(output: TokenOutput) -> ServingError:
+def _failure_of(output: TokenOutput) -> ServingError | RequestError:
     """Whom we cancelled we do not hear any more: an abort that does arrive is the node giving the request up."""
     if output.finish_reason == "abort":
         return ServingError("the node gave the request up", kind=ErrorKind.PEER_UNREACHABLE)
+    if output.error_kind is ErrorKind.INVALID_REQUEST:
+        return RequestError(output.error, param=output.error_param or None)
     return ServingError(output.error or "the node failed", kind=output.error_kind or ErrorKind.INTERNAL)

@@ -75,7 +75,10 @@ def error_body(status: int, message: str, param: str | None = None) -> dict[str,
     return {"error": {"message": message, "type": kind, "param": param, "code": status}}
 
 
-def serving_error_body(error: ServingError) -> dict[str, Any]:
+def failure_body(error: ServingError | RequestError) -> dict[str, Any]:
+    """What ended a request that had been sent to a node."""
+    if isinstance(error, RequestError):
+        return error_body(HTTPStatus.BAD_REQUEST, str(error), error.param)
     return error_body(STATUS_OF_KIND[error.kind], str(error))
 
 
@@ -122,7 +125,7 @@ def _first_complaint(errors: Sequence[Any]) -> tuple[str, str | None]:
     if first["type"] == "json_invalid":
         return f"the body is not valid JSON: {first['ctx']['error']}", None
     # Positions in long lists are kept, what pydantic adds for unions is not part of the field's name.
-    path = [str(step) for step in first["loc"] if step != "body"]
+    path = [str(step) for step in first["loc"] if step != "body" and "[" not in str(step)]
     param = ".".join(path) or None
     if first["type"] == "missing" and param is None:
         return "a JSON body is required", None
@@ -131,6 +134,10 @@ def _first_complaint(errors: Sequence[Any]) -> tuple[str, str | None]:
 
 def _message_of(error: HTTPException, request: Request) -> str:
     match error.status_code:
+        case 400 if isinstance(error.__cause__, UnicodeDecodeError):
+            return "the body is not valid JSON: it is not UTF-8"
+        case 400 if isinstance(error.__cause__, RecursionError):
+            return "the body is not valid JSON that can be read: it is nested too deeply"
         case 404:
             return _no_such_path(request.url.path)
         case 405:
@@ -147,8 +154,8 @@ def _no_such_path(path: str) -> str:
 
 
 class BugMiddleware:
-    """An exception that nothing else maps is a bug: the client gets an answer, with all the headers that others have,
-    and the exception goes on to whoever logs it."""
+    """An exception that nothing else maps is a bug: it is logged, and the client gets an answer with all the headers
+    that others have. In mid-response it goes on, and ends the connection."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -164,6 +171,7 @@ class BugMiddleware:
         try:
             await self._app(scope, receive, send_noting)
         except Exception:
-            if not has_begun and scope["type"] == "http":
-                await error_response(500, "internal error")(scope, receive, send)
-            raise
+            if has_begun or scope["type"] != "http":
+                raise
+            logger.exception("request %s: a bug", scope["state"]["request_id"])
+            await error_response(500, "internal error")(scope, receive, send)

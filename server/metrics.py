@@ -47,7 +47,8 @@ class Metrics:
         self.cached_tokens = self._counter("vllm:prompt_tokens_cached", "Prompt tokens found in a prefix cache.")
         self.generation_tokens = self._counter("vllm:generation_tokens", "Tokens received from decode nodes.")
         self.admission_rejections = self._counter(
-            "vllm:admission_rejections", "Requests refused because too much was under way."
+            "vllm:admission_rejections",
+            "Requests refused before any work: too much under way, or nobody to serve them.",
         )
         self.ttft = self._histogram("vllm:time_to_first_token_seconds", "Arrival to first token.", TTFT_BUCKETS)
         self.itl = self._histogram("vllm:inter_token_latency_seconds", "Time between two outputs.", ITL_BUCKETS)

@@ -11,7 +11,14 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidat
 from pydantic_core import PydanticCustomError
 
 from engine.errors import RequestError
-from engine.sampling_params import MAX_LOGPROBS, MAX_STOPS
+from engine.sampling_params import (
+    MAX_LOGPROBS,
+    MAX_REPETITION_PENALTY,
+    MAX_SEED,
+    MAX_STOPS,
+    MAX_TOP_K,
+    MIN_REPETITION_PENALTY,
+)
 from server.structured_protocol import StructuredFields
 from server.tool_protocol import ToolCallList, ToolChoice, ToolChoiceField, ToolList
 from server.unicode_text import JsonObject, Text, check_unicode
@@ -135,6 +142,7 @@ class StreamOptions(BaseModel):
     continuous_usage_stats: bool | None = False
 
 
+Penalty = Annotated[float, Field(ge=-2, le=2)]
 NumLogprobs = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
 BadWord = Annotated[Text, Field(min_length=1, max_length=MAX_BAD_WORD_CHARS)]
 Count = Annotated[int, Field(ge=0, le=MAX_COUNT)]
@@ -184,16 +192,17 @@ class GenerationBody(_Body, StructuredFields):
     stream_options: StreamOptions | None = None
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = 1
     max_tokens: int | None = None
-    min_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
+    min_tokens: Count | None = None
+    temperature: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=-1, le=MAX_TOP_K)] | None = None
+    """0 or -1: off."""
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    repetition_penalty: Annotated[float, Field(ge=MIN_REPETITION_PENALTY, le=MAX_REPETITION_PENALTY)] | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
     logit_bias: Annotated[dict[str, float], BeforeValidator(_at_most(MAX_LOGIT_BIASES))] | None = None
-    seed: int | None = None
+    seed: Annotated[int, Field(ge=0, le=MAX_SEED)] | None = None
     stop: Annotated[list[str], PlainValidator(_parse_stop, json_schema_input_type=str | list[str] | None)] = []
     allowed_token_ids: Annotated[list[int], Field(min_length=1)] | None = None
     bad_words: Annotated[list[BadWord], Field(max_length=MAX_BAD_WORDS)] | None = None
@@ -329,6 +338,8 @@ _UNSUPPORTED_IN_MESSAGE: dict[str, Neutral] = {name: (None, [], {}) for name in 
 def refuse_unsupported(body: _Body) -> None:
     """Raises `RequestError` for a field that we do not implement and that would change the answer."""
     refuse_fields(body.model_extra, _UNSUPPORTED, "")
+    if "messages" not in type(body).model_fields:
+        return
     for position, message in enumerate(getattr(body, "messages", None) or ()):
         refuse_fields(message.model_extra, _UNSUPPORTED_IN_MESSAGE, f"messages.{position}.")
 

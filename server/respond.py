@@ -9,11 +9,11 @@ import logging
 from fastapi import Request, Response
 from starlette.types import Receive, Scope, Send
 
-from engine.errors import ServingError
+from engine.errors import RequestError, ServingError
 from server.choice import Delta
 from server.disconnect import on_disconnect
 from server.generation import ClientGone, Generation
-from server.http_errors import serving_error_body
+from server.http_errors import failure_body
 from server.reply import Reply
 
 logger = logging.getLogger(__name__)
@@ -29,7 +29,7 @@ async def raise_if_gone(request: Request) -> None:
 
 
 async def respond(request: Request, answer: Reply, *, stream: bool) -> Response:
-    """Raises `ServingError` or `ClientGone` if the request ends before anything was sent."""
+    """Raises `ServingError`, `RequestError` or `ClientGone` if the request ends before anything was sent."""
     first = await _first_deltas(request, answer.generation)
     if stream:
         return EventStream(answer, first)
@@ -87,8 +87,8 @@ class EventStream(Response):
                     await send({"type": "http.response.body", "body": pending, "more_body": True})
                 pending = b""
                 deltas = await answer.generation.next_deltas()
-        except ServingError as error:
-            return answer.failed(serving_error_body(error))
+        except (ServingError, RequestError) as error:
+            return answer.failed(failure_body(error))
         except ClientGone:
             logger.info("client left in mid-stream")
             return b""

@@ -66,14 +66,16 @@ def for_choice(base: SamplingParams, index: int, max_tokens: int) -> SamplingPar
     return replace(base, max_tokens=max_tokens, seed=(base.seed + index) % (MAX_SEED + 1))
 
 
-def output_budget(asked: int | None, default: int | None, num_prompt_tokens: int, max_model_len: int) -> int:
+def output_budget(
+    asked: int | None, default: int | None, num_prompt_tokens: int, max_model_len: int, *, prompt_param: str = "prompt"
+) -> int:
     """`max_tokens` for a prompt of this length. A default shrinks to the room there is; what was asked for must fit."""
     room = max_model_len - num_prompt_tokens
     if room < 1:
         raise RequestError(
             f"This model's maximum context length is {max_model_len} tokens, at least one of them for the output, "
             f"but the prompt has {num_prompt_tokens} tokens.",
-            param="prompt",
+            param=prompt_param,
         )
     if asked is None:
         return room if default is None else min(default, room)

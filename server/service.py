@@ -65,7 +65,7 @@ class Service:
         self.config = config
         self.assets = assets
         self.started_at = int(time.time())
-        self.prompts = PromptReader(assets, trusts_templates=config.trust_request_chat_template)
+        self.prompts = PromptReader(assets, trusts_templates=config.chat.trust_request_chat_template)
         self.grammars = GrammarReader(assets.directory)
         self.metrics = Metrics(config.model_names[0])
         self.fleet = Fleet(config, self.metrics, assets.config_digest)
@@ -84,12 +84,11 @@ class Service:
     def admit(self, num_sequences: int = 1) -> int:
         """The longest prompt plus output served now. Raises `ServingError` if nothing, or not so many sequences, can
         be served. Called before prompts are tokenized."""
-        if self._is_draining:
-            raise ServingError("the server is shutting down", kind=ErrorKind.NO_NODE_READY)
+        reason = "the server is shutting down" if self._is_draining else self.fleet.cannot_serve_reason
         max_model_len = self.fleet.max_model_len
-        if max_model_len is None or (reason := self.fleet.cannot_serve_reason) is not None:
-            reason = self.fleet.cannot_serve_reason or "no decode node is ready"
-            raise ServingError(reason, kind=ErrorKind.NO_NODE_READY)
+        if reason is not None or max_model_len is None:
+            self.metrics.admission_rejections.inc()
+            raise ServingError(reason or "no decode node is ready", kind=ErrorKind.NO_NODE_READY)
         self.admission.check(num_sequences)
         return max_model_len
 

@@ -6,15 +6,17 @@ from typing import Any
 from fastapi import APIRouter
 
 from engine.errors import RequestError
+from server.openapi import answers
 from server.prompts import Prompt
 from server.protocol import DetokenizeBody, TokenizeBody, refuse_unsupported
+from server.response_schema import Detokenized, Tokenized
 from server.service import Service
 
 
 def tokenize_routes(service: Service) -> APIRouter:
     router = APIRouter()
 
-    @router.post("/tokenize")
+    @router.post("/tokenize", **answers(Tokenized, example={"prompt": "Hello"}))
     async def tokenize(body: TokenizeBody) -> dict[str, Any]:
         service.model_name(body.model)
         refuse_unsupported(body)
@@ -24,9 +26,11 @@ def tokenize_routes(service: Service) -> APIRouter:
         strings = [file.id_to_token(token_id) for token_id in ids] if body.return_token_strs else None
         return {"count": len(ids), "max_model_len": max_model_len, "tokens": ids, "token_strs": strings}
 
-    @router.post("/detokenize")
+    @router.post("/detokenize", **answers(Detokenized, example={"tokens": [1, 2, 3]}))
     async def detokenize(body: DetokenizeBody) -> dict[str, str]:
         service.model_name(body.model)
+        if body.tokens:
+            service.prompts.read_token_ids(body.tokens, "tokens", len(body.tokens))
         decode = service.assets.tokenizer.decode
         return {"prompt": await asyncio.to_thread(decode, body.tokens, skip_special_tokens=False)}
 

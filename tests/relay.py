@@ -61,10 +61,14 @@ class Relay:
                 self._sockets.append(near)
                 if not self.target:
                     continue  # a black hole
+            except OSError:
+                continue
+            try:
                 host, port = self.target.removeprefix("tcp://").rsplit(":", 1)
                 far = socket.create_connection((host, int(port)), timeout=5)
                 far.settimeout(None)
             except OSError:
+                near.close()  # nobody there yet: the one who dialled shall dial again
                 continue
             self._sockets.append(far)
             self._start(self._pump, near, far, False)

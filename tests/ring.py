@@ -168,7 +168,7 @@ def node_config(model: Path, **settings: Any) -> NodeConfig:
         cache=CacheConfig(**{"num_blocks": 64, "block_size": 4} | of(CacheConfig)),
         scheduler=SchedulerConfig(**of(SchedulerConfig)),
         transfer=TransferSettings(
-            **{"heartbeat_interval": 0.1, "peer_timeout": 2.0, "remote_prefill_threshold": 0} | of(TransferSettings)
+            **{"heartbeat_interval": 0.1, "peer_timeout": 30.0, "remote_prefill_threshold": 0} | of(TransferSettings)
         ),
         num_threads=1,
         **{"drain_timeout": 0.0} | settings,

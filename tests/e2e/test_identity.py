@@ -40,6 +40,18 @@ def test_three_samples_are_three_answers_streamed_and_not(tiny_ring: UpRing):
     tiny_ring.wait_until_quiescent()
 
 
+def test_a_first_token_that_completes_a_stop_string_ends_the_answer(tiny_ring: UpRing):
+    first = complete(tiny_ring, "once upon", max_tokens=1).json()["choices"][0]["text"]
+    assert first
+    choice = complete(tiny_ring, "once upon", stop=[first]).json()["choices"][0]
+    assert (choice["text"], choice["finish_reason"], choice["stop_reason"]) == ("", "stop", first)
+    lines = complete(tiny_ring, "once upon", stop=[first], stream=True).text.split("\n\n")
+    chunks = [orjson.loads(line[6:])["choices"][0] for line in lines if line.startswith("data: {")]
+    assert "".join(chunk["text"] for chunk in chunks) == ""
+    assert [chunk["finish_reason"] for chunk in chunks] == ["stop"]
+    tiny_ring.wait_until_quiescent()
+
+
 def test_usage_is_that_of_a_single_process_streamed_and_not(tiny_ring: UpRing):
     for length in (1, 3, 4, 5, 8, 9):
         prompt = list(range(10 * length, 11 * length))

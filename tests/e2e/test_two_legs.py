@@ -8,8 +8,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.e2e.processes import start_command, wait_until
-from tests.faults.processes import ProcessRing, free_ports, process_ring
+from tests.faults.processes import ProcessRing, front_process, process_ring
 from tests.two_leg_router import TwoLegRouter
 
 BODY = {"prompt": "the quick brown fox jumps over it", "max_tokens": 12, "temperature": 0, "ignore_eos": True}
@@ -20,28 +19,14 @@ class Fronts:
 
     def __init__(self, model: Path, nodes: ProcessRing, stack: ExitStack) -> None:
         self.nodes = nodes
-        self._model, self._stack = str(model), stack
+        self._model, self._stack = model, stack
         prefill, decode = nodes.prefill.where["address"], nodes.decode.where["address"]
         self.prefill = self._start("--node", prefill)
         self.decode = self._start("--node", decode)
         self.ring = self._start("--decode", decode, "--prefill", prefill)
 
     def _start(self, *nodes: str) -> str:
-        (port,) = free_ports(1)
-        command = start_command(
-            "server", "--model", self._model, "--served-model-name", "tiny", "--port", str(port), *nodes
-        )
-        self._stack.callback(command.close)
-        url = f"http://127.0.0.1:{port}"
-        wait_until(lambda: _is_ready(url), f"ready: {nodes}", 60)
-        return url
-
-
-def _is_ready(url: str) -> bool:
-    try:
-        return httpx.get(f"{url}/ready").status_code == 200
-    except httpx.TransportError:
-        return False
+        return self._stack.enter_context(front_process(self._model, *nodes)).url
 
 
 @pytest.fixture(scope="module")
@@ -91,6 +76,14 @@ def test_a_second_leg_that_is_refused_frees_what_the_first_held(fronts: Fronts):
         body = {"model": "tiny", **BODY, "temperature": "hot", "kv_transfer_params": params}
         assert httpx.post(f"{fronts.decode}/v1/completions", json=body).status_code == 400
     fronts.nodes.wait_until_at_rest()
+
+
+def test_what_only_the_node_can_refuse_names_the_field(fronts: Fronts):
+    params = {"do_remote_decode": True}
+    reply = httpx.post(f"{fronts.decode}/v1/completions", json={"model": "tiny", **BODY, "kv_transfer_params": params})
+    error = reply.json()["error"]
+    assert (reply.status_code, error["param"]) == (400, "kv_transfer_params.do_remote_decode")
+    assert "--kv-listen" in error["message"]
 
 
 def test_a_host_in_the_params_is_never_dialled(fronts: Fronts):

@@ -1,13 +1,14 @@
-"""Nodes as processes of their own, for what only a process can do: die, stand still, and be started again."""
+"""Nodes and servers as processes of their own, for what only a process can do: die, stand still, be started again."""
 
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,14 +20,18 @@ from tests.relay import Relay
 from tests.ring import Client, wait_until
 
 START_TIMEOUT = 60.0
+MODEL_NAME = "tiny"
+"""What fronts call the model that they serve."""
 COMMON = ("--dtype", "float32", "--num-blocks", "64", "--block-size", "4", "--num-threads", "1", "--debug-state")
-COMMON += ("--remote-prefill-threshold", "0", "--heartbeat-interval", "0.1", "--peer-timeout", "1.0")
+COMMON += ("--remote-prefill-threshold", "0", "--heartbeat-interval", "0.1", "--peer-timeout", "30")
+IMPATIENT = ("--peer-timeout", "1.0")
+"""For tests whose peers fall silent; elsewhere nobody does, however busy the machine is."""
 ANYWHERE = {"--listen": "tcp://127.0.0.1:0", "--kv-listen": "tcp://127.0.0.1:0", "--admin-port": "0"}
 
 
 @dataclass
 class NodeProcess:
-    """One `python -m prefill_node` or `decode_node`. Only its own pid is ever signalled."""
+    """One `python -m prefill_node`, `decode_node` or `server`. Only its own pid is ever signalled."""
 
     role: str
     flags: Sequence[str]
@@ -34,19 +39,30 @@ class NodeProcess:
     process: subprocess.Popen[bytes] | None = None
     _parent: socket.socket | None = None
 
+    @property
+    def module(self) -> str:
+        return "server" if self.role == "server" else f"{self.role}_node"
+
     def start(self, failpoints: str = "") -> None:
         """Returns when it listens; the model may still be loading."""
+        self.spawn(failpoints)
+        self.wait_until_listening()
+
+    def spawn(self, failpoints: str = "") -> None:
         ours, theirs = socket.socketpair()
         with theirs:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", f"{self.role}_node", *self.flags, "--parent-fd", str(theirs.fileno())],
+                [sys.executable, "-m", self.module, *self.flags, "--parent-fd", str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 env={**os.environ, ENVIRONMENT: failpoints},
             )
         self._parent = ours
-        ours.settimeout(START_TIMEOUT)
-        with ours.makefile("rb") as lines:
+
+    def wait_until_listening(self) -> None:
+        assert self._parent is not None
+        self._parent.settimeout(START_TIMEOUT)
+        with self._parent.makefile("rb") as lines:
             self.where = json.loads(lines.readline())
 
     def restart(self) -> None:
@@ -100,6 +116,25 @@ class NodeProcess:
             self._parent = None
 
 
+class Front(NodeProcess):
+    """An HTTP server that serves `MODEL_NAME`."""
+
+    @property
+    def url(self) -> str:
+        return self.where["url"]
+
+    def complete(self, **body: Any) -> httpx.Response:
+        body = {"model": MODEL_NAME, "prompt": "hello there", "max_tokens": 4, "temperature": 0, **body}
+        return httpx.post(f"{self.url}/v1/completions", json=body, timeout=30)
+
+    def status(self, path: str = "/ready") -> int:
+        return httpx.get(self.url + path).status_code
+
+    def metric(self, name: str) -> float:
+        lines = httpx.get(f"{self.url}/metrics").text.splitlines()
+        return sum(float(line.rpartition(" ")[2]) for line in lines if line.partition("{")[0] == name)
+
+
 @dataclass
 class ProcessRing:
     prefill: NodeProcess
@@ -115,16 +150,35 @@ class ProcessRing:
 
 
 @contextmanager
-def node_process(role: str, model: Path, *flags: str, failpoints: str = "", **places: str) -> Iterator[NodeProcess]:
+def node_process(
+    role: str, model: Path, *flags: str, failpoints: str = "", listens: bool = True, **places: str
+) -> Iterator[NodeProcess]:
+    """A node that listens, or, not to wait for it, one that was only spawned."""
     where = {flag: value for flag, value in ANYWHERE.items() if role == "prefill" or flag != "--kv-listen"}
     where |= {"--" + name.replace("_", "-"): value for name, value in places.items()}
     words = [word for pair in where.items() for word in pair]
     node = NodeProcess(role, ["--model", str(model), *COMMON, *words, *flags])
     try:
-        node.start(failpoints)
+        node.spawn(failpoints)
+        if listens:
+            node.wait_until_listening()
         yield node
     finally:
         node.close()
+
+
+@contextmanager
+def front_process(model: Path, *flags: str, is_ready: bool = True) -> Iterator[Front]:
+    """A server in front of the nodes that `flags` name; by default only once it is ready."""
+    words = ["--model", str(model), "--served-model-name", MODEL_NAME, "--port", "0", "--heartbeat-interval", "0.1"]
+    front = Front("server", [*words, *flags])
+    try:
+        front.start()
+        if is_ready:
+            wait_until(lambda: front.status() == 200, "the server is ready", START_TIMEOUT)
+        yield front
+    finally:
+        front.close()
 
 
 @contextmanager
@@ -134,7 +188,6 @@ def process_ring(
     prefill_failpoints: str = "",
     kv_address: str | None = None,
     relay: Relay | None = None,
-    meets: bool = True,
 ) -> Iterator[ProcessRing]:
     """A prefill node at ports of its own, so that it can be started again, a decode node that dials it (or
     `kv_address`), and a client of the decode node."""
@@ -142,23 +195,28 @@ def process_ring(
     at = {"listen": f"tcp://127.0.0.1:{port}", "kv_listen": f"tcp://127.0.0.1:{kv_port}", "admin_port": str(admin_port)}
     with ExitStack() as stack:
         prefill = stack.enter_context(
-            node_process("prefill", model, "--name", "p0", *flags, failpoints=prefill_failpoints, **at)
+            node_process("prefill", model, "--name", "p0", *flags, failpoints=prefill_failpoints, listens=False, **at)
         )
         if relay is not None:
             relay.target = at["kv_listen"]
         decode = stack.enter_context(node_process("decode", model, "--prefill", kv_address or at["kv_listen"], *flags))
+        prefill.wait_until_listening()
         client = Client(decode.where["address"])
         stack.callback(client.close)
         ring = ProcessRing(prefill, decode, client)
-        if meets:
-            ring.wait_until_met()
+        ring.wait_until_met()
         yield ring
 
 
 def free_ports(count: int) -> list[int]:
-    """Free at this moment; taken again at once by whoever asked."""
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [s.getsockname()[1] for s in sockets]
-    for s in sockets:
-        s.close()
+    """Free at this moment, and taken at once by whoever asked.
+
+    Below the range from which a system serves those that name no port: who dials a port of that range again and again
+    while nobody listens may be given that very port for its own end, and is then connected to itself.
+    """
+    ports: list[int] = []
+    while len(ports) < count:
+        port = random.randrange(10_000, 32_000)
+        with suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            ports += [] if port in ports else [port]
     return ports

@@ -8,6 +8,7 @@ from connector import failpoints
 from engine.sampling_params import SamplingParams
 from tests.faults.rig import (
     GREEDY,
+    IMPATIENT,
     LONG,
     QUICK,
     STRICT,
@@ -122,7 +123,7 @@ def test_an_abort_that_the_prefill_node_never_hears(ring: Ring, oracle: Oracle, 
 
 
 def test_a_load_that_is_aborted_while_the_prefill_node_is_silent(tiny_llama: Path, oracle: Oracle):
-    with running_relay() as relay, fault_ring(tiny_llama, relay=relay, transport="zmq", **QUICK) as ring:
+    with running_relay() as relay, fault_ring(tiny_llama, relay=relay, transport="zmq", **IMPATIENT) as ring:
         with stopped_at("prefill.before_send.layer1") as point:
             request_id, answer = ring.client.start(make_prompt(13, seed=74), GREEDY)
             wait_until_hit(point)
@@ -139,7 +140,7 @@ def test_a_load_that_is_aborted_while_the_prefill_node_is_silent(tiny_llama: Pat
 
 
 def test_the_decode_node_cannot_be_reached_after_prefill_started(tiny_llama: Path, oracle: Oracle, transport: str):
-    settings = {"transport": transport, **QUICK, **STRICT}
+    settings = {"transport": transport, **IMPATIENT, **STRICT}
     with running_relay() as relay, fault_ring(tiny_llama, relay=relay, **settings) as ring:
         with stopped_at("prefill.before_send.layer0") as point:
             _, answer = ring.client.start(make_prompt(13, seed=76), GREEDY)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from engine.errors import ErrorKind
-from tests.faults.processes import ProcessRing, process_ring
+from tests.faults.processes import IMPATIENT, ProcessRing, front_process, process_ring
 from tests.faults.rig import GREEDY, LONG, assert_right, make_prompt
 from tests.oracle import Oracle
 from tests.relay import running_relay
@@ -57,7 +57,9 @@ def test_a_killed_prefill_node_disturbs_nobody_who_runs(tiny_llama: Path, oracle
 def test_a_prefill_node_that_stands_still(tiny_llama: Path, oracle: Oracle, transport: str):
     """SIGSTOP in the middle of a transfer. Over shared memory its blocks stay out of use until it is heard again."""
     point = "prefill.before_send.layer1"
-    with process_ring(tiny_llama, "--transport", transport, prefill_failpoints=f"{point}=pause:30*1") as ring:
+    with process_ring(
+        tiny_llama, "--transport", transport, *IMPATIENT, prefill_failpoints=f"{point}=pause:30*1"
+    ) as ring:
         prompt = make_prompt(17, seed=5)
         _, answer = ring.client.start(prompt, GREEDY)
         wait_until(lambda: ring.prefill.hits(point) > 0, "in the middle of a transfer")
@@ -76,7 +78,9 @@ def test_a_prefill_node_that_stands_still(tiny_llama: Path, oracle: Oracle, tran
 
 def test_a_killed_decode_node_leaves_nothing_on_the_prefill_node(tiny_llama: Path, transport: str):
     point = "prefill.before_send.layer1"
-    with process_ring(tiny_llama, "--transport", transport, prefill_failpoints=f"{point}=pause:30*1") as ring:
+    with process_ring(
+        tiny_llama, "--transport", transport, *IMPATIENT, prefill_failpoints=f"{point}=pause:30*1"
+    ) as ring:
         ring.client.start(make_prompt(17, seed=8), GREEDY)
         wait_until(lambda: ring.prefill.hits(point) > 0, "in the middle of a transfer")
         ring.decode.kill()
@@ -90,11 +94,14 @@ def test_sigterm_during_a_throttled_transfer(tiny_llama: Path, oracle: Oracle):
     with (
         running_relay(bytes_per_second=20e3) as relay,
         process_ring(tiny_llama, "--transport", "zmq", kv_address=relay.address, relay=relay) as ring,
+        front_process(tiny_llama, "--node", ring.prefill.where["address"]) as front,
     ):
         prompt = make_prompt(30, seed=9)
         _, answer = ring.client.start(prompt, GREEDY)
         wait_until(lambda: ring.decode.counter("pdserve_kv_units_received_total") > 0, "under way")
         ring.prefill.kill(signal.SIGTERM)
+        wait_until(lambda: front.status() == 503, "it says so")
+        assert front.complete().status_code == 503
         refused = make_prompt(9, seed=10)
         _, other = ring.client.start(refused, GREEDY)
         assert_right(answer, oracle, prompt)
@@ -117,13 +124,3 @@ def test_sigterm_on_a_decode_node_ends_streams_first(tiny_llama: Path, oracle: O
         assert refused.final.error_kind is ErrorKind.NO_NODE_READY
         assert_right(answer, oracle, prompt, LONG.max_tokens)
         assert ring.decode.ended() == 0
-
-
-def test_nothing_listens_where_a_prefill_node_should_be(tiny_llama: Path, oracle: Oracle):
-    with running_relay() as relay:
-        relay.swallow = True
-        for address in ("tcp://127.0.0.1:1", relay.address):
-            with process_ring(tiny_llama, kv_address=address, meets=False) as ring:
-                prompt = make_prompt(9, seed=12)
-                assert_right(ring.client.start(prompt, GREEDY)[1], oracle, prompt)
-                assert ring.decode.counter("pdserve_local_prefills_without_node_total") == 1

@@ -1,18 +1,20 @@
 """Held KV: a first leg that keeps it, a second that pulls it, as routers written for vLLM's protocol drive them."""
 
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
 from connector.codec import encode
+from connector.held_params import to_pull
 from connector.kv_transfer_params import KVTransferParams
 from connector.server_messages import ReleaseKV
 from engine.errors import ErrorKind
 from engine.sampling_params import SamplingParams
 from tests.integration.test_golden import GREEDY, make_prompt
 from tests.oracle import Oracle
-from tests.ring import Ring, running_client, running_ring, wait_until
+from tests.ring import Ring, node_config, running_client, running_node, running_ring, wait_until
 
 HOLD = KVTransferParams(do_remote_decode=True, do_remote_prefill=False)
 ONE_TOKEN = SamplingParams(temperature=0.0, max_tokens=1)
@@ -58,6 +60,47 @@ def test_a_second_leg_with_a_longer_prompt_computes_the_rest(ring: Ring, oracle:
     assert ring.decode.engine.scheduler.counters.prompt_tokens_computed == 10
 
 
+def test_the_second_leg_tells_what_the_holder_had_cached(ring: Ring):
+    prompt = make_prompt(21, seed=58)
+    with running_client(ring.prefill) as client:
+        client.generate(prompt, ONE_TOKEN)
+    params = first_leg(ring, prompt)
+    assert params.remote_prefill_cached_tokens == 20
+    final = ring.client.generate(prompt, GREEDY, kv_transfer_params=params).final
+    assert (final.num_prompt_tokens, final.num_cached_tokens) == (21, 20)
+    assert to_pull(changed(params, remote_prefill_cached_tokens=2**40)).num_cached_tokens == 21, "no more than it holds"
+
+
+def test_a_second_leg_may_hold_what_it_made_for_a_third(tiny_llama: Path, oracle: Oracle):
+    """Both flags: the decode node pulls, generates, and keeps the KV; another one goes on from there."""
+    config = node_config(tiny_llama)
+    anywhere = {"kv_listen": "tcp://127.0.0.1:0"}
+    both = {"do_remote_prefill": True, "do_remote_decode": True}
+    with ExitStack() as stack:
+        prefill = stack.enter_context(running_node("prefill", config, **anywhere))
+        first = stack.enter_context(
+            running_node("decode", config, prefill=(prefill.node.where["kv_address"],), **anywhere)
+        )
+        second = stack.enter_context(running_node("decode", config, prefill=(first.node.where["kv_address"],)))
+        for node in (first, second):
+            wait_until(node.worker.receiver.ready_peers, "the handshake")
+        clients = [stack.enter_context(running_client(node)) for node in (prefill, first, second)]
+        prompt = make_prompt(21, seed=59)
+        params = clients[0].generate(prompt, ONE_TOKEN, kv_transfer_params=HOLD).final.kv_transfer_params
+        answer = clients[1].generate(prompt, GREEDY, kv_transfer_params=changed(params, **both))
+        assert answer.token_ids == oracle.greedy(prompt, GREEDY.max_tokens)
+        params = answer.final.kv_transfer_params
+        assert params is not None
+        assert params.remote_num_tokens == 21 + GREEDY.max_tokens - 1, "all but the last token's"
+        history = prompt + answer.token_ids + make_prompt(5, seed=60)
+        answer = clients[2].generate(history, GREEDY, kv_transfer_params=params)
+        assert answer.token_ids == oracle.greedy(history, GREEDY.max_tokens)
+        assert second.engine.scheduler.counters.prompt_tokens_loaded == params.remote_num_tokens
+        assert first.worker.leases.counters.num_read == 1
+        for node in (prefill, first, second):
+            wait_until(node.is_quiescent, f"at rest: {node.state()}")
+
+
 def test_another_prompt_is_computed_here_and_right(ring: Ring, oracle: Oracle):
     params = first_leg(ring, make_prompt(20, seed=52))
     prompt = make_prompt(20, seed=53)
@@ -88,13 +131,14 @@ def test_forged_params_lead_nowhere(ring: Ring, oracle: Oracle, change: dict[str
 def test_params_that_are_not_ours_are_refused_by_name(ring: Ring):
     _, answer = ring.client.start([1, 2], GREEDY, kv_transfer_params=KVTransferParams(do_remote_prefill=True))
     assert answer.final.error_kind is ErrorKind.INVALID_REQUEST
-    assert "kv_transfer_params.remote_engine_id" in answer.final.error
+    assert answer.final.error_param == "kv_transfer_params.remote_engine_id"
 
 
 def test_a_decode_node_that_cannot_hold_says_so(ring: Ring):
     _, answer = ring.client.start([1, 2], ONE_TOKEN, kv_transfer_params=HOLD)
     assert answer.final.error_kind is ErrorKind.INVALID_REQUEST
-    assert "do_remote_decode" in answer.final.error or "holds no KV" in answer.final.error
+    assert "holds no KV" in answer.final.error
+    assert answer.final.error_param == "kv_transfer_params.do_remote_decode"
 
 
 def test_without_a_second_leg_the_lease_expires_and_a_late_one_recomputes(tiny_llama: Path, oracle: Oracle):

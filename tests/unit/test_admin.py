@@ -31,6 +31,7 @@ def test_it_tells_health_readiness_metrics_and_state(reasons: list[str]):
         assert (client.get("/ready").status_code, client.get("/ready").json()["reason"]) == (503, "loading the model")
         reasons.append("")
         assert client.get("/ready").status_code == 200
+        assert [client.head(path).status_code for path in ("/health", "/ready")] == [200, 200]
         assert "pdserve_things_total 3.0" in client.get("/metrics").text
         assert client.get("/debug/state").json() == {"blocks": 7}
     endpoint.close()

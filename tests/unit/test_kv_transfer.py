@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 import pytest
 import torch
+from msgspec.structs import replace
 
 from connector.codec import PROTOCOL_VERSION, encode
 from connector.identity import ModelIdentity, NodeIdentity
@@ -97,6 +98,7 @@ class Pair:
             epoch="d-epoch",
             model=identity,
             credit_bytes=int(self.settings.credit_bytes),
+            wants_digests=self.settings.digest,
             shared_memory=self.memory.offer(NUM_BLOCKS) if self.memory else None,
         )
 
@@ -312,6 +314,77 @@ def test_one_wrong_byte_fails_its_request_and_no_other(messages: Pair):
     messages.network.pump_until(lambda: bad in messages.sender.take_closed())
 
 
+def test_without_digests_nothing_is_computed_and_nothing_is_checked():
+    pair = Pair("zmq", digest=False)
+    flipped, digests = [], []
+
+    def flip(frames: list[memoryview]) -> list[list[memoryview]]:
+        unit = decode_from_prefill_node.decode(frames[0])
+        digests.append(unit.digest)
+        data = bytearray(frames[1])
+        data[0] ^= 1
+        flipped.append(unit.layer)
+        return [[frames[0], memoryview(data)]]
+
+    pair.network.tamper = tampering(Unit, flip)
+    transfer_id = pair.grant()
+    pair.ship(transfer_id, range(10))
+    pair.finish(transfer_id)
+    assert pair.pump_until_finished().received.keys() == {"r"}
+    assert flipped == list(range(NUM_LAYERS))
+    assert set(digests) == {b""}
+    pair.close()
+
+
+def test_units_without_the_digest_that_is_wanted_are_refused(messages: Pair):
+    def strip(frames: list[memoryview]) -> list[list[memoryview]]:
+        unit = decode_from_prefill_node.decode(frames[0])
+        return [[memoryview(encode(replace(unit, digest=b""))), *frames[1:]]]
+
+    messages.network.tamper = tampering(Unit, strip)
+    transfer_id = messages.grant()
+    messages.ship(transfer_id, range(10))
+    messages.finish(transfer_id)
+    assert "digest" in messages.pump_until_finished().failed["r"].reason
+
+
+@pytest.mark.parametrize("named", [(), ("p9", "p8")])
+def test_it_is_said_which_nodes_are_not_there(messages: Pair, named: tuple[str, ...]):
+    messages.receiver.peers[0].on_down(b"")
+    grant = Prefill(
+        transfer_id="t", prompt_token_ids=[1], wants_first_token=True, sampling=SamplingParams(), start=0, end=1,
+        block_ids=[0],
+    )  # fmt: skip
+    messages.receiver.start_load(LoadOrder(request_id="r", grant=grant, candidates=named))
+    reason = messages.receiver.take_finished().failed["r"].reason
+    assert reason == f"{'none of p9, p8' if named else 'no prefill node'} is ready (p0: connection lost)"
+
+
+def test_a_goodbye_is_heard_at_once_and_is_no_warning(pair: Pair, caplog: pytest.LogCaptureFixture):
+    caplog.set_level("INFO")
+    pair.sender.close()
+    pair.network.pump()
+    assert pair.receiver.ready_peers() == []
+    assert pair.receiver.peers[0].reason == "it is shutting down"
+    pair.receiver.tick()
+    pair.network.pump()
+    assert pair.receiver.ready_peers() == [], "who is going down welcomes nobody"
+    assert [record.levelname for record in caplog.records if "lost" in record.message] == ["INFO"]
+
+
+def test_a_decode_node_that_says_goodbye_has_its_prefills_ended(caplog: pytest.LogCaptureFixture):
+    pair = Pair("zmq")
+    caplog.set_level("INFO")
+    transfer_id = pair.grant()
+    pair.receiver.close()
+    pair.network.pump()
+    assert pair.sender.peer_names == []
+    assert pair.taker.aborted == [transfer_id]
+    pair.network.pump_until(lambda: not pair.sender.open_transfer_ids())
+    assert [record.levelname for record in caplog.records if "lost" in record.message] == ["INFO"]
+    pair.close()
+
+
 def test_a_missing_unit_is_not_overlooked(messages: Pair):
     messages.network.tamper = tampering(Unit, lambda frames: [])
     transfer_id = messages.grant()
@@ -505,17 +578,23 @@ def test_a_sender_that_waits_for_credit_stops_when_the_transfer_is_cancelled():
 
 
 @pytest.mark.parametrize(
-    ("field_name", "value"), [("dtype", "bfloat16"), ("block_size", 8), ("num_layers", 3), ("weights_digest", "x")]
+    ("field_name", "value", "says"),
+    [
+        ("dtype", "bfloat16", "dtype is float32 here and bfloat16 there"),
+        ("block_size", 8, "block_size is 4 here and 8 there"),
+        ("num_layers", 3, "and 3 there"),
+        ("weights_digest", "x", "the weights differ"),
+        ("config_digest", "x", "the config differs"),
+    ],
 )
-def test_another_model_is_refused_at_the_handshake_with_the_reason(field_name: str, value: object):
+def test_another_model_is_refused_at_the_handshake_with_the_reason(field_name: str, value: object, says: str):
     pair = Pair("zmq")
     fields = {name: getattr(IDENTITY, name) for name in IDENTITY.__struct_fields__} | {field_name: value}
     other = KVReceiver(pair.hello(ModelIdentity(**fields)), pair.settings, lambda: None, pair.clock)
     other.start(pair.decode_kv, pair.decode_links, ["mem://p0"])
     pair.network.pump()
     assert other.ready_peers() == []
-    assert field_name in other.peers[0].reason
-    assert str(value) in other.peers[0].reason
+    assert says in other.peers[0].reason
     assert pair.sender.num_refused == 1
     other.close()
     pair.close()

@@ -221,6 +221,16 @@ def test_nothing_is_held_of_a_request_that_did_not_end_well(state: RequestState)
     assert connector.request_finished(request, [4, 5]) == (False, None)
 
 
+def test_what_was_pulled_may_be_held_in_turn():
+    connector = make_connector()
+    request = make_request(20, PullKV("p0", "e", "lease", 20, is_held_after=True))
+    connector.update_state_after_alloc(request, [4, 5], 20)
+    connector.update_connector_output(ConnectorOutput(received={"r": LoadResult()}))
+    request.state = RequestState.FINISHED_LENGTH
+    assert connector.request_finished(request, [4, 5]) == (True, {"held": [4, 5]})
+    assert connector.has_open_transfers()
+
+
 def test_held_kv_that_is_not_needed_or_not_reached_is_released_once():
     source = PullKV("p0", "e", "lease", 20)
     connector = make_connector()

@@ -145,6 +145,8 @@ def test_an_early_request_may_end_before_its_load(rig: Rig, max_tokens: int) -> 
     assert rig.scheduler.pool.num_pinned == 3, "the writer may still be at it"
     rig.connector.close("r")
     rig.step()
+    used = 33 if max_tokens == 2 else 0
+    assert rig.scheduler.counters.prompt_tokens_loaded == used, "a forward ran on it, or only its first token came"
 
 
 def test_early_news_of_a_request_that_is_gone_are_counted(rig: Rig) -> None:

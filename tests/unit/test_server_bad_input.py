@@ -83,7 +83,7 @@ def error_of(reply: Any) -> tuple[int, str | None, str]:
         ({"stream": True, "stream_options": {"include_usage": 3}}, "stream_options.include_usage"),
         ({"cache_salt": "x" * 5000}, "cache_salt"),
         ({"functions": [{"name": "f"}]}, "functions"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"response_format": {"type": "yaml"}}, "response_format.type"),
         ({"prompt_logprobs": 21}, "prompt_logprobs"),
         ({"prompt_logprobs": -1}, "prompt_logprobs"),
         ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
@@ -187,19 +187,19 @@ def message(**fields: Any) -> dict[str, Any]:
         (message() | {"tools": TOOLS, "tool_choice": "always"}, "tool_choice"),
         (message() | {"tools": TOOLS, "tool_choice": {"type": "function", "function": {}}}, "tool_choice"),
         (message() | {"tools": TOOLS, "tool_choice": named("g")}, "tool_choice"),
-        (message() | {"tools": TOOLS, "tool_choice": named("f")}, "tool_choice"),
-        (message() | {"tools": TOOLS, "tool_choice": "required"}, "tool_choice"),
+        (message() | {"tools": TOOLS, "tool_choice": named("f"), "guided_regex": "a"}, "tool_choice"),
         (message() | {"tool_choice": "required"}, "tool_choice"),
         (message() | {"tool_choice": named("f")}, "tool_choice"),
         (message() | {"parallel_tool_calls": "no"}, "parallel_tool_calls"),
         (message() | {"documents": [{"text": "x"}]}, "documents"),
+        (message() | {"guided_json": {"const": "\ud800"}}, "guided_json"),
         (message() | {"function_call": {"name": "f"}}, "function_call"),
         (message() | {"logprobs": 3}, "logprobs"),
         (message() | {"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
         (message() | {"top_logprobs": 2}, "top_logprobs"),
         (message() | {"max_completion_tokens": 0}, "max_tokens"),
-        (message() | {"best_of": 2}, "best_of"),
         (message() | {"echo": 1}, "echo"),
+        (message() | {"best_of": 2}, "best_of"),
         (message() | {"chat_template": "x"}, "chat_template"),
         (message() | {"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
     ],
@@ -248,8 +248,9 @@ def test_prompt_and_output_must_fit_together(server: RunningServer) -> None:
         (b"", "JSON body is required"),
         (b"[1]", "body"),
         (b'"x"', "body"),
-        (b'{"prompt": "\xff\xfe"}', "body"),
-        (b"[" * 50_000, "body"),
+        (b'{"prompt": "\xff\xfe"}', "not valid JSON: it is not UTF-8"),
+        (b"[" * 50_000, "nested too deeply"),
+        (b'{"prompt": ' + b"[" * 50_000, "nested too deeply"),
         (b'{"prompt": "x", "\\ud800": 1, "temperature": "x"}', "body"),
         (b'{"prompt": "x", "logit_bias": {"\\ud800": "x"}}', "logit_bias"),
         (b'{"prompt": "x", "temperature": NaN}', "temperature"),
@@ -301,5 +302,8 @@ def test_unknown_and_neutral_fields_are_ignored(shared: tuple[FakeNode, RunningS
         "best_of": None,
         "kv_transfer_params": None,
     }
+    elsewhere: dict[str, Any] = {"messages": [{"role": "user"}, 1], "prompt": ["x", {}], "tokens": "x"}
     assert server.complete(**neutral).status_code == 200
     assert server.chat(**neutral).status_code == 200
+    assert server.complete(**(elsewhere | {"prompt": "x"})).status_code == 200
+    assert server.chat(**(elsewhere | {"messages": [{"role": "user", "content": "x"}]})).status_code == 200

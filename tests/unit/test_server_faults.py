@@ -103,6 +103,25 @@ def test_an_error_before_the_first_token_has_its_status(nodes: Any, serve: Serve
             assert ("retry-after" in reply.headers) == (status in (429, 503))
 
 
+def test_a_field_that_only_the_node_could_refuse_is_named(nodes: Any, serve: Serve) -> None:
+    node = nodes()
+
+    def script(node: FakeNode, generate: Any) -> None:
+        if generate.sampling.seed:
+            node.send_output(generate.request_id, [65])
+        fault = {"error_kind": ErrorKind.INVALID_REQUEST, "error": "too long", "error_param": "prompt"}
+        node.send_output(generate.request_id, finish_reason="error", **fault)
+
+    node.script = script
+    expected = {"message": "too long", "type": "BadRequestError", "param": "prompt", "code": 400}
+    with serve([node]) as server:
+        server.wait_ready()
+        for stream in (False, True):
+            reply = server.chat(stream=stream, seed=0)
+            assert (reply.status_code, reply.json()["error"]) == (400, expected)
+        assert events_of(server.complete(stream=True, seed=1))[-1]["error"] == expected
+
+
 def test_an_error_in_mid_stream_is_an_event_before_done(nodes: Any, serve: Serve) -> None:
     node = nodes()
 
@@ -386,7 +405,7 @@ def test_a_node_with_another_model_is_refused_with_the_reason(nodes: Any, serve:
     with serve([decode], [prefill]) as server:
         wait_for(lambda: "incompatible" in reason_of(server))
         reason = reason_of(server)
-        assert "weights_digest" in reason
+        assert "the weights differ" in reason
         assert "block_size" in reason
 
 

@@ -339,6 +339,8 @@ def test_probes(server: RunningServer) -> None:
     for path in ("/health", "/ping"):
         reply = server.client.get(path)
         assert (reply.status_code, reply.content) == (200, b"")
+        assert server.client.head(path).status_code == 200
+    assert server.client.head("/ready").status_code == 200
     assert server.client.get("/ready").json()["ready"] is True
     assert server.client.get("/version").json()["version"]
     assert server.client.get("/openapi.json").status_code == 200
@@ -350,6 +352,9 @@ def test_tokenize_and_back(server: RunningServer) -> None:
     assert (body["count"], body["max_model_len"]) == (len(body["tokens"]), MAX_MODEL_LEN)
     assert len(body["token_strs"]) == body["count"]
     assert server.client.post("/detokenize", json={"tokens": body["tokens"]}).json() == {"prompt": TEXT}
+    assert server.client.post("/detokenize", json={"tokens": []}).json() == {"prompt": ""}
+    reply = server.client.post("/detokenize", json={"tokens": [5, 350]})
+    assert (reply.status_code, reply.json()["error"]["param"]) == (400, "tokens")
     messages = [{"role": "user", "content": "Hi"}]
     body = server.client.post("/tokenize", json={"messages": messages}).json()
     assert server.decode(body["tokens"]) == "user\nHi\nassistant\n"

@@ -152,8 +152,7 @@ def test_a_bad_head_behind_a_running_request_does_not_answer_for_it(strict: Runn
     node = FakeNode()
     with serving(tmp_path, node) as server:
         head = b"POST /v1/completions HTTP/1.1\r\nContent-Type: application/json\r\nContent-Length: 15\r\n\r\n"
-        good = head + b'{"prompt":"Hi"}'
-        assert say(server, good, b"BAD\x00") == b""
+        assert say(server, head + b'{"prompt":"Hi"}', b"BAD\x00") == b""
     node.close()
 
 
@@ -193,6 +192,16 @@ def test_what_is_over_the_limit_is_refused_and_what_was_taken_in_is_finished(tmp
         assert server.client.get("/load").json() == {"server_load": 0}
         admission = server.service.admission
         assert (admission.num_requests, admission.num_submitted, admission.num_sequences) == (0, 0, 0)
+
+
+def test_in_a_burst_each_is_answered_or_refused_and_nothing_is_left(tmp_path: Path, node: FakeNode) -> None:
+    with serving(tmp_path, node, max_in_flight=3) as server, ThreadPoolExecutor(16) as pool:
+        statuses = [reply.status_code for reply in pool.map(lambda _: server.complete(n=2), range(100))]
+        assert set(statuses) <= {200, 429}
+        assert len(node.generates) == 2 * statuses.count(200) > 0
+        rejections = server.metric("vllm:admission_rejections_total", model_name="tiny", engine="0")
+        assert rejections == statuses.count(429)
+        wait_for(lambda: server.service.admission.num_in_flight == 0)
 
 
 def test_refused_before_the_body_is_read(tmp_path: Path, node: FakeNode) -> None:

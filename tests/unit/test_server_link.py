@@ -180,10 +180,11 @@ def test_a_refused_request_gets_its_final_message(rig: Rig):
     server = Server(rig.network)
     server.say(generate())
     rig.network.pump()
-    rig.link.refuse(rig.taker.requests[0], ErrorKind.INVALID_REQUEST, "too long")
+    rig.link.refuse(rig.taker.requests[0], ErrorKind.INVALID_REQUEST, "too long", "prompt")
     rig.network.pump()
     (message,) = server.messages
     assert (message.outputs[0].error, message.outputs[0].error_kind) == ("too long", ErrorKind.INVALID_REQUEST)
+    assert message.outputs[0].error_param == "prompt"
 
 
 def test_a_server_that_cannot_be_reached_loses_its_requests(rig: Rig):

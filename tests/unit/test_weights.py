@@ -133,6 +133,14 @@ class TestRefusesByName:
         with pytest.raises(ConfigError, match=r"cannot read .*model\.safetensors"):
             weights_digest(checkpoint)
 
+    @pytest.mark.parametrize("header", [b"", b"3", b"null", b"[]", b'{"a": {}}', b'{"a": 1}', b"[" * 100_000, b"\xff"])
+    def test_a_header_that_is_none(self, checkpoint: Path, header: bytes) -> None:
+        path = checkpoint / "model.safetensors"
+        path.write_bytes(len(header).to_bytes(8, "little") + header + bytes(100))
+        for read in (load, weights_digest):
+            with pytest.raises(ConfigError, match=r"cannot read .*model\.safetensors: .*header"):
+                read(checkpoint)
+
     @pytest.mark.parametrize("listed", ["absent.safetensors", "../model.safetensors"])
     def test_a_shard_that_is_not_there(self, checkpoint: Path, listed: str) -> None:
         shutil.copy(checkpoint / "model.safetensors", checkpoint.parent)
