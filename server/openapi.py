@@ -13,6 +13,7 @@ from pydantic.json_schema import models_json_schema
 from server.docs_page import render
 from server.gates import OPEN_PATHS
 from server.response_schema import ChatCompletionChunk, CompletionChunk, ErrorResponse
+from server.responses_schema import ResponseEvent
 
 DESCRIPTION = (
     "OpenAI-compatible completions from a ring of prefill and decode nodes. Unknown fields of a body are ignored, "
@@ -20,7 +21,10 @@ DESCRIPTION = (
     "X-Request-Id: the request's own, if it has a printable one of at most 128 characters. A valid traceparent is "
     "handed on to the nodes and echoed."
 )
-DONE = "Server-sent events. The data of each is one object of the given schema, or an error; the last is [DONE]."
+DONE = (
+    "Server-sent events. The data of each is one object of the given schema, or an error; the last is [DONE], except for "
+    "/v1/responses."
+)
 SECURITY = "ApiKey"
 CONTENT_POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 
@@ -86,7 +90,7 @@ def _complete(document: dict[str, Any], needs_key: bool) -> dict[str, Any]:
     for ours in ("HTTPValidationError", "ValidationError"):
         # FastAPI's own shape of an error, which this server does not have.
         schemas.pop(ours, None)
-    schemas |= _schemas(ErrorResponse, CompletionChunk, ChatCompletionChunk)
+    schemas |= _schemas(ErrorResponse, CompletionChunk, ChatCompletionChunk, ResponseEvent)
     components["securitySchemes"] = {SECURITY: {"type": "http", "scheme": "bearer"}}
     for path, operations in document["paths"].items():
         for method, operation in operations.items():
