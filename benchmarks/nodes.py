@@ -110,6 +110,15 @@ def running_pairs(
         yield pairs
 
 
+@contextmanager
+def running_alone(model: str) -> Iterator[TimedClient]:
+    """A decode node that computes everything itself, on a core of its own where there are two."""
+    cpus = sorted(os.sched_getaffinity(0))
+    with ExitStack() as stack:
+        at = ["--listen", "tcp://127.0.0.1:0", "--admin-port", "0", "--cpus", str(cpus[-1])]
+        yield _client(stack, _start(stack, "decode", ["--model", model, *SHAPE, *at]))
+
+
 def _client(stack: ExitStack, node: NodeProcess) -> TimedClient:
     client = TimedClient(node.where["address"])
     stack.callback(client.close)
