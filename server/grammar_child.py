@@ -11,6 +11,7 @@ limits and a larger stack.
 """
 
 import json
+import os
 import resource
 import signal
 import sys
@@ -18,6 +19,7 @@ from pathlib import Path
 
 from engine.grammar import Grammar, GrammarError
 from engine.grammar_compiler import GrammarCompiler
+from engine.grammar_pool import NICENESS
 from engine.grammar_source import lark_of
 
 CPU_SECONDS = 2.0
@@ -31,6 +33,7 @@ def main(directory: str) -> None:
     """Until stdin ends. Signals that nobody catches end it when a grammar takes too long."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.alarm(START_SECONDS)
+    os.nice(NICENESS)  # a node may share the machine
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     compiler = GrammarCompiler.of_checkpoint(Path(directory))
     signal.alarm(0)
