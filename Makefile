@@ -28,7 +28,7 @@ format: $(VENV)/.dev
 soak: $(VENV)/.dev
 	SOAK_REQUESTS=1000 $(BIN)/pytest tests/soak -s
 
-# bench-transfer-overlap, bench-early-admission, bench-digest-cost: two ways compared in one run.
+# bench-transfer-overlap, bench-early-admission, bench-digest-cost, bench-structured-output: two ways compared in one run.
 bench-%: $(VENV)/.dev FORCE
 	$(BIN)/python -m benchmarks.$(subst -,_,$*) $(ARGS)
 
