@@ -14,6 +14,7 @@ from engine.decoder import Decoder
 from engine.engine import Engine
 from engine.errors import ConfigError
 from engine.grammar_compiler import GrammarCompiler
+from engine.grammar_pool import GrammarPool
 from engine.kv_cache import KVCache, KVLayout, resolve_num_blocks
 from engine.kv_connector import SchedulerConnector, WorkerConnector
 from engine.model_config import ModelConfig, resolve_max_model_len
@@ -79,7 +80,8 @@ def build_engine(
 
     `wake` is called from other threads when a step could do something that the last one could not.
     """
-    grammars = GrammarCompiler(plan.directory, plan.model.vocab_size, plan.model.eos_token_ids, wake)
+    # Now, and not with the first grammar: reading the tokenizer would stop the step loop for half a second.
+    grammars = GrammarPool(lambda: GrammarCompiler.of_checkpoint(plan.directory), wake)
     weights = load_weights(plan.directory, plan.model, plan.layout.dtype)
     kv_cache = KVCache.allocate(plan.layout, connection.buffer if connection is not None else None)
     worker = Worker(

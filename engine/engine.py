@@ -3,7 +3,7 @@
 from typing import Protocol
 
 from engine.batch import Batch, BatchResult
-from engine.grammar_compiler import GrammarCompiler
+from engine.grammar_pool import GrammarPool
 from engine.outputs import RequestOutput
 from engine.request import Request
 from engine.scheduler import Scheduler
@@ -24,7 +24,7 @@ class Engine:
     may have something to report; when idle, block until a request comes.
     """
 
-    def __init__(self, scheduler: Scheduler, worker: Worker, grammars: GrammarCompiler | None = None) -> None:
+    def __init__(self, scheduler: Scheduler, worker: Worker, grammars: GrammarPool | None = None) -> None:
         self.scheduler = scheduler
         self.worker = worker
         self._grammars = grammars

@@ -5,7 +5,7 @@ from typing import Literal
 
 from engine.errors import PdserveError
 
-GrammarKind = Literal["json_schema", "regex", "choice", "grammar"]
+GrammarKind = Literal["json_schema", "regex", "choice", "lark"]
 MAX_GRAMMAR_CHARS = 1 << 16
 
 
@@ -22,7 +22,7 @@ class Grammar:
                  model that may write it sometimes writes for ever
     regex        a regular expression that the whole output matches
     choice       a JSON list of strings, one of which the output is
-    grammar      Lark as llguidance reads it, or GBNF
+    lark         Lark as llguidance reads it
     """
 
     kind: GrammarKind

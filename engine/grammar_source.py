@@ -1,4 +1,4 @@
-"""From a `Grammar` to what llguidance compiles. Torch-free: the server checks with it before a node hears of it."""
+"""From a `Grammar` to what llguidance compiles. Torch-free."""
 
 import json
 from typing import Any
@@ -8,10 +8,13 @@ from llguidance.gbnf_to_lark import any_to_lark
 
 from engine.grammar import Grammar, GrammarError
 
+# Enough of them that a schema's own `x-guidance` changes nothing: it could have unsupported keywords passed over.
 _JSON_OPTIONS: dict[str, Any] = {
     "whitespace_flexible": False,
+    "whitespace_pattern": None,
     "item_separator": ", ?",
     "key_separator": ": ?",
+    "coerce_one_of": False,
     "lenient": False,
 }
 
@@ -25,24 +28,31 @@ def source_of(grammar: Grammar) -> str:
             return LLMatcher.grammar_from_regex(grammar.text)
         case "choice":
             return LLMatcher.grammar_from_lark(_lark_of_choices(grammar.text))
-        case "grammar":
-            return LLMatcher.grammar_from_lark(_lark_of(grammar.text))
+        case "lark":
+            return LLMatcher.grammar_from_lark(grammar.text)
 
 
-def check_grammar(grammar: Grammar) -> None:
-    """Raises `GrammarError` if it cannot be compiled. Takes up to seconds for a large one."""
-    reason = LLMatcher.validate_grammar(source_of(grammar))
-    if reason and not reason.startswith("WARNING"):
-        raise GrammarError(reason.strip())
+def lark_of(text: str) -> str:
+    """Lark for GBNF, and Lark as it is. Raises `GrammarError` for what is neither.
+
+    Not for a node: 64 KiB of GBNF take seconds, and Python's lock all the while.
+    """
+    try:
+        return any_to_lark(text)
+    except Exception as error:
+        # The converter raises plain `Exception` for whatever it cannot read.
+        raise GrammarError(f"neither Lark nor GBNF: {error}") from error
 
 
 def _of_schema(text: str) -> str:
     schema = _parse(text)
     if not isinstance(schema, dict):
         raise GrammarError("a JSON schema must be an object")
-    # A client's own options for the compiler could make it pass over what it does not support.
-    schema.pop("x-guidance", None)
-    return LLMatcher.grammar_from_json_schema(schema, overrides=_JSON_OPTIONS)  # type: ignore[arg-type]
+    try:
+        return LLMatcher.grammar_from_json_schema(schema, overrides=_JSON_OPTIONS)  # type: ignore[arg-type]
+    except ValueError as error:
+        # Nested too deeply, or a number too large.
+        raise GrammarError(f"the schema cannot be read: {error}") from error
 
 
 def _lark_of_choices(text: str) -> str:
@@ -50,14 +60,6 @@ def _lark_of_choices(text: str) -> str:
     if not isinstance(choices, list) or not choices or not all(isinstance(c, str) and c for c in choices):
         raise GrammarError("choices must be a list of strings, not empty")
     return "start: " + " | ".join(json.dumps(choice, ensure_ascii=False) for choice in choices)
-
-
-def _lark_of(text: str) -> str:
-    try:
-        return any_to_lark(text)
-    except Exception as error:
-        # The converter raises plain `Exception` for whatever it cannot read.
-        raise GrammarError(f"the grammar cannot be read: {error}") from error
 
 
 def _parse(text: str) -> Any:

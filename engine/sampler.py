@@ -115,7 +115,8 @@ class Sampler:
             ordered, ids = own_scores.topk(num_candidates, dim=-1)
             cutoff = _cutoff(ordered, own_scores, group)
             # Equal logits stay or go together, so the last candidate must lie below the cutoff to be sure of all.
-            settled = (ordered[:, -1] < cutoff.squeeze(-1)) | (num_candidates == self.vocab_size)
+            last = ordered[:, -1]
+            settled = (last < cutoff.squeeze(-1)) | last.isneginf() | (num_candidates == self.vocab_size)
             ordered.masked_fill_(ordered < cutoff, -math.inf)
             chosen = [request for request, is_settled in zip(group, settled.tolist(), strict=True) if is_settled]
             token_ids[left[settled]] = self._race(ordered[settled], ids[settled], chosen)

@@ -39,7 +39,7 @@ from engine.block_pool import BlockPool
 from engine.config import CacheConfig, SchedulerConfig
 from engine.errors import ErrorKind, PoolCorrupted, RequestError
 from engine.grammar import GrammarError
-from engine.grammar_compiler import GrammarCompiler
+from engine.grammar_pool import GrammarPool
 from engine.grammar_room import GrammarRoom
 from engine.kv_connector import SchedulerConnector
 from engine.load_outcomes import LoadOutcomes
@@ -64,7 +64,7 @@ class Scheduler:
         model_digest: str,
         vocab_size: int | None = None,
         connector: SchedulerConnector | None,
-        grammars: GrammarCompiler | None = None,
+        grammars: GrammarPool | None = None,
         clock: Callable[[], float],
     ) -> None:
         self.pool = BlockPool(num_blocks)

@@ -22,6 +22,7 @@ _SAMPLING_FIELDS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalt
 class ModelAssets:
     """The text side of a model."""
 
+    directory: Path
     tokenizer: Tokenizer
     chat_templates: ChatTemplates | None = None
     tool_parser: type[ToolParser] = HermesToolParser
@@ -53,6 +54,7 @@ def load_model_assets(directory: Path, tool_call_parser: str = AUTO) -> ModelAss
     templates = load_chat_template(directory, _read_json(directory / "tokenizer_config.json"))
     source = "" if templates is None else templates.tool_use.source
     return ModelAssets(
+        directory=directory,
         tokenizer=tokenizer,
         chat_templates=templates,
         tool_parser=choose_tool_parser(tool_call_parser, source, tokenizer.file.get_vocab(with_added_tokens=True)),

@@ -20,7 +20,7 @@ from server.metrics import Metrics, SequenceBooks
 from server.model_assets import ModelAssets
 from server.node_client import OutputSink
 from server.prompts import Prompt, PromptReader
-from server.structured_output import GrammarChecker
+from server.structured_output import GrammarReader
 from server.trace import current_trace
 
 MAX_SEQUENCES = 1024
@@ -66,7 +66,7 @@ class Service:
         self.assets = assets
         self.started_at = int(time.time())
         self.prompts = PromptReader(assets, trusts_templates=config.chat.trust_request_chat_template)
-        self.grammars = GrammarChecker()
+        self.grammars = GrammarReader(assets.directory)
         self.metrics = Metrics(config.model_names[0])
         self.fleet = Fleet(config, self.metrics, assets.config_digest)
         self.admission = Admission(config.limits.max_in_flight, self.fleet, self.metrics.admission_rejections)

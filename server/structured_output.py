@@ -1,27 +1,27 @@
 """From the fields that shape an output to a `Grammar`, checked before any node hears of the request."""
 
-import asyncio
 import json
-from collections import OrderedDict
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 from engine.errors import RequestError
-from engine.grammar import Grammar, GrammarError, GrammarKind
-from engine.grammar_source import check_grammar
+from engine.grammar import Grammar
+from server.grammar_checker import AskedKind, GrammarChecker
 from server.structured_protocol import StructuredFields, StructuredOutputs
 
-MAX_CHECKED = 1024
 ANY_OBJECT = '{"type":"object"}'
 
+Wanted = dict[str, tuple[AskedKind, str]]
+"""By the name of the field that asks for it."""
 
-class GrammarChecker:
-    """Checks grammars off the event loop, one at a time, and remembers what it found."""
 
-    def __init__(self) -> None:
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="grammars")
-        self._found: OrderedDict[Grammar, str | None] = OrderedDict()
+class GrammarReader:
+    """Reads requests' grammars; each is checked before any node hears of it."""
+
+    def __init__(self, directory: Path) -> None:
+        """`directory` of the model, whose tokenizer the check needs."""
+        self._checker = GrammarChecker(directory)
 
     async def read(self, fields: StructuredFields) -> Grammar | None:
         """Raises `RequestError` naming the field that is wrong."""
@@ -32,42 +32,19 @@ class GrammarChecker:
             first, second = list(wanted)[:2]
             raise RequestError(f"{first} and {second} exclude each other", param=second)
         ((param, (kind, text)),) = wanted.items()
-        return await self.checked(kind, text, param)
+        return await self._checker.check(kind, text, param)
 
     async def read_schema(self, schema: Mapping[str, Any], param: str) -> Grammar:
         """Raises `RequestError` naming `param`."""
-        return await self.checked("json_schema", _text(schema), param)
-
-    async def checked(self, kind: GrammarKind, text: str, param: str) -> Grammar:
-        """Raises `RequestError` naming `param`, with the compiler's reason."""
-        try:
-            grammar = Grammar(kind, text)
-        except GrammarError as error:
-            raise RequestError(f"{param}: {error}", param=param) from error
-        if grammar not in self._found:
-            reason = await asyncio.get_running_loop().run_in_executor(self._pool, _why_bad, grammar)
-            self._found[grammar] = reason
-            if len(self._found) > MAX_CHECKED:
-                self._found.popitem(last=False)
-        if (reason := self._found[grammar]) is not None:
-            raise RequestError(f"{param}: {reason}", param=param)
-        return grammar
+        return await self._checker.check("json_schema", _text(schema), param)
 
     def close(self) -> None:
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        """Ends the check that is going on, if there is one."""
+        self._checker.close()
 
 
-def _why_bad(grammar: Grammar) -> str | None:
-    try:
-        check_grammar(grammar)
-    except GrammarError as error:
-        return str(error)
-    return None
-
-
-def _wanted(fields: StructuredFields) -> dict[str, tuple[GrammarKind, str]]:
-    """By the name of the field that asks for it."""
-    wanted: dict[str, tuple[GrammarKind, str]] = {}
+def _wanted(fields: StructuredFields) -> Wanted:
+    wanted: Wanted = {}
     response_format = fields.response_format
     if response_format is not None and response_format.type == "json_schema":
         if response_format.json_schema is None:
@@ -88,9 +65,9 @@ def _wanted(fields: StructuredFields) -> dict[str, tuple[GrammarKind, str]]:
     return wanted
 
 
-def _of_structured_outputs(outputs: StructuredOutputs) -> dict[str, tuple[GrammarKind, str]]:
+def _of_structured_outputs(outputs: StructuredOutputs) -> Wanted:
     path = "structured_outputs."
-    wanted: dict[str, tuple[GrammarKind, str]] = {}
+    wanted: Wanted = {}
     if outputs.json_schema is not None:
         wanted[path + "json"] = ("json_schema", _text(outputs.json_schema))
     if outputs.json_object:

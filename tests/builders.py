@@ -70,6 +70,7 @@ def make_scheduler(
     model_digest: str = "model",
     vocab_size: int | None = None,
     enable_prefix_caching: bool = True,
+    grammars: Any = None,
     clock: Callable[[], float] | None = None,
     **settings: int,
 ) -> Scheduler:
@@ -81,6 +82,7 @@ def make_scheduler(
         model_digest=model_digest,
         vocab_size=vocab_size,
         connector=connector,
+        grammars=grammars,
         clock=clock or FakeClock(),
     )
 

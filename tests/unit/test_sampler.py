@@ -295,3 +295,76 @@ def test_token_ids_beyond_the_vocabulary_are_refused_by_name(settings, param):
 def test_token_ids_of_the_vocabulary_are_accepted():
     check_vocab(SamplingParams(logit_bias={96: 1.0}, stop_token_ids=(0, 96)), VOCAB)
     check_vocab(SamplingParams(), VOCAB)
+
+
+# Masks
+
+
+def mask_of(*token_ids):
+    return sum(1 << token_id for token_id in token_ids).to_bytes(-(-VOCAB // 8), "little")
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"temperature": 0.0},
+        {"temperature": 1.0},
+        {"top_k": 5},
+        {"top_p": 0.9},
+        {"min_p": 0.2},
+        {"temperature": 0.0, "repetition_penalty": 1.3, "prompt": (3, 50)},
+        {"temperature": 0.0, "logit_bias": {40: 100.0}},
+    ],
+)
+def test_nothing_outside_of_the_mask_is_sampled_and_what_is_inside_as_without_the_others(settings):
+    logits = make_logits()[0]
+    inside = [3, 50, 96]
+    fields = {"prompt": settings.pop("prompt", ())}
+    alone = torch.full_like(logits, -1e9).index_copy_(0, torch.tensor(inside), logits[inside])
+    for seed in range(50):
+        request = make_request(seed=seed, **fields, **settings)._replace(token_mask=mask_of(*inside))
+        token_id = sample(logits, request).token_id
+        assert token_id in inside
+        bare = make_request(seed=seed, **fields, **{k: v for k, v in settings.items() if k != "logit_bias"})
+        assert token_id == sample(alone, bare).token_id
+
+
+def test_rows_without_a_mask_are_as_they_were():
+    logits = make_logits(rows=3)
+    requests = [make_request(str(row), temperature=0.0) for row in range(3)]
+    plain = [token.token_id for token in Sampler(VOCAB)(logits, requests)]
+    masked = [requests[0], requests[1]._replace(token_mask=mask_of(7)), requests[2]]
+    assert [token.token_id for token in Sampler(VOCAB)(logits, masked)] == [plain[0], 7, plain[2]]
+
+
+def test_logprobs_are_of_the_raw_logits_whatever_the_mask():
+    logits = make_logits()[0]
+    expected = logits.log_softmax(-1)
+    request = make_request(temperature=0.0, logprobs=2)._replace(token_mask=mask_of(11))
+    token = sample(logits, request)
+    assert token.token_id == 11
+    assert token.logprob == pytest.approx(float(expected[11]), abs=1e-5)
+    assert [token_id for token_id, _ in token.top_logprobs] == expected.topk(2).indices.tolist()
+
+
+def test_a_mask_over_infinite_logits_does_no_harm_and_an_empty_one_is_named():
+    logits = make_logits(rows=2)
+    logits[0, 5] = math.nan
+    requests = [make_request("a", temperature=0.0)._replace(token_mask=mask_of(8))]
+    requests.append(make_request("b", temperature=0.0)._replace(token_mask=mask_of()))
+    with pytest.raises(BadLogits) as raised:
+        Sampler(VOCAB)(logits, requests)
+    assert raised.value.request_ids == ("b",)
+    assert sample(logits[0], requests[0]).token_id == 8
+
+
+def test_a_row_with_few_tokens_left_is_not_sorted_whole(monkeypatch):
+    """top_k above what a mask leaves: all that can be drawn is among the leading tokens."""
+    vocab = 5000
+    sizes = []
+    topk = torch.Tensor.topk
+    monkeypatch.setattr(torch.Tensor, "topk", lambda self, k, **more: sizes.append(k) or topk(self, k, **more))
+    mask = sum(1 << token_id for token_id in (9, 4000)).to_bytes(vocab // 8, "little")
+    request = make_request(top_k=50)._replace(token_mask=mask)
+    assert sample(make_logits(vocab=vocab)[0], request).token_id in (9, 4000)
+    assert max(sizes) < vocab
