@@ -13,6 +13,7 @@ from pydantic.json_schema import models_json_schema
 from server.docs_page import render
 from server.gates import OPEN_PATHS
 from server.response_schema import ChatCompletionChunk, CompletionChunk, ErrorResponse
+from server.responses_schema import ResponseEvent
 
 DESCRIPTION = (
     "OpenAI-compatible completions from a ring of prefill and decode nodes. Unknown fields of a body are ignored, "
@@ -20,7 +21,10 @@ DESCRIPTION = (
     "X-Request-Id: the request's own, if it has a printable one of at most 128 characters. A valid traceparent is "
     "handed on to the nodes and echoed."
 )
-DONE = "Server-sent events. The data of each is one object of the given schema, or an error; the last is [DONE]."
+DONE = (
+    "Server-sent events. The data of each is one object of the given schema, or an error; the last is [DONE], but for "
+    "/v1/responses, which ends with an event of its own."
+)
 SECURITY = "ApiKey"
 CONTENT_POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 
@@ -52,12 +56,27 @@ def answers(
     """Keyword arguments of a route: what it answers, whole and as the events of a stream, and a body to try."""
     success: dict[str, Any] = {"model": model}
     if events is not None:
-        schema = {"type": "string", "description": DONE, "x-event-schema": _ref(events)}
-        success["content"] = {"text/event-stream": {"schema": schema}}
+        success["content"] = {"text/event-stream": {"schema": _event_schema(events)}}
     arguments: dict[str, Any] = {"response_model": None, "responses": {200: success}}
     if example is not None:
         arguments["openapi_extra"] = {"requestBody": {"content": {"application/json": {"example": example}}}}
     return arguments
+
+
+def _event_schema(events: type[BaseModel]) -> dict[str, Any]:
+    """OpenAPI before 3.2 describes each event of a stream where other answers have the whole."""
+    data = {
+        "type": "string",
+        "contentMediaType": "application/json",
+        "contentSchema": {"anyOf": [_ref(events), _ref(ErrorResponse)]},
+    }
+    return {
+        "type": "object",
+        "description": DONE,
+        "properties": {"event": {"type": "string"}, "data": {"anyOf": [{"const": "[DONE]"}, data]}},
+        "required": ["data"],
+        "x-event-schema": _ref(events),
+    }
 
 
 def install_openapi(app: FastAPI, *, needs_key: bool) -> None:
@@ -86,7 +105,7 @@ def _complete(document: dict[str, Any], needs_key: bool) -> dict[str, Any]:
     for ours in ("HTTPValidationError", "ValidationError"):
         # FastAPI's own shape of an error, which this server does not have.
         schemas.pop(ours, None)
-    schemas |= _schemas(ErrorResponse, CompletionChunk, ChatCompletionChunk)
+    schemas |= _schemas(ErrorResponse, CompletionChunk, ChatCompletionChunk, ResponseEvent)
     components["securitySchemes"] = {SECURITY: {"type": "http", "scheme": "bearer"}}
     for path, operations in document["paths"].items():
         for method, operation in operations.items():

@@ -14,21 +14,24 @@ from fastapi import APIRouter, Request, Response
 from server.chat_start import StartedChat, start_chat
 from server.choice import Delta
 from server.kv_transfer import FIELD, leg_of, shown
+from server.openapi import answers
 from server.protocol import refuse_unsupported
 from server.respond import respond
 from server.responses_input import chat_of, own_names
 from server.responses_output import Event, ResponseOutput
 from server.responses_protocol import ResponsesBody, refuse_foreign
+from server.responses_schema import ResponseEvent, ResponseObject
 from server.service import Service
 from server.tool_protocol import ToolChoice
 
+EXAMPLE = {"input": "What is the capital of France?", "max_output_tokens": 32}
 _TERMINAL = {"stop": "completed", "length": "incomplete"}
 
 
 def responses_routes(service: Service) -> APIRouter:
     router = APIRouter()
 
-    @router.post("/v1/responses")
+    @router.post("/v1/responses", **answers(ResponseObject, events=ResponseEvent, example=EXAMPLE))
     async def create_response(body: ResponsesBody, request: Request) -> Response:
         with service.released_on_failure(leg_of(body)):
             refuse_foreign(body)
