@@ -36,8 +36,7 @@ def server_config(config: UpConfig, *, prefill: Sequence[str], decode: Sequence[
         tls=config.tls,
         cors=config.cors,
         limits=config.limits,
-        tool_call_parser=config.tool_call_parser,
-        trust_request_chat_template=config.trust_request_chat_template,
+        chat=config.chat,
         log_level=config.log_level,
     )
 

@@ -8,8 +8,8 @@ from typing import Literal
 from connector.transfer_settings import TransferSettings
 from engine.config import CacheConfig, DType, ModelOptions, SchedulerConfig
 from engine.errors import ConfigError
+from server.chat_settings import ChatConfig
 from server.http_settings import AccessConfig, CorsConfig, LimitsConfig, TlsConfig
-from server.tool_parsers import check_tool_parser
 
 LogLevel = Literal["debug", "info", "warning", "error"]
 
@@ -38,11 +38,7 @@ class UpConfig:
     tls: TlsConfig = field(default_factory=TlsConfig)
     cors: CorsConfig = field(default_factory=CorsConfig)
     limits: LimitsConfig = field(default_factory=LimitsConfig)
-    tool_call_parser: str = "auto"
-    """Format of the model's tool calls: auto (by the chat template and the vocabulary), hermes, llama3_json, mistral or
-    pythonic."""
-    trust_request_chat_template: bool = False
-    """Let requests bring a chat_template. Templates run in a sandbox, but they may run for long."""
+    chat: ChatConfig = field(default_factory=ChatConfig)
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     transfer: TransferSettings = field(default_factory=TransferSettings)
@@ -69,7 +65,6 @@ class UpConfig:
             _require(
                 os.access(directory, os.W_OK), "--ready-file", "must be in a directory that can be written", directory
             )
-        check_tool_parser(self.tool_call_parser)
         _require(self.start_timeout > 0, "--start-timeout", "must be > 0", self.start_timeout)
         _require(
             self.num_threads is None or self.num_threads >= 1, "--num-threads", "must be at least 1", self.num_threads

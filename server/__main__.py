@@ -42,7 +42,7 @@ def run(config: ServerConfig) -> int:
     tls = tls_context(config.tls)
     parent = None if config.parent_fd is None else ParentLink(config.parent_fd)
     with bind(config.host, config.port) as listener:
-        service = Service(config, load_model_assets(resolve_model(config.model), config.tool_call_parser))
+        service = Service(config, load_model_assets(resolve_model(config.model), config.chat.tool_call_parser))
         logger.info("tool calls are read by %s", service.assets.tool_parser.__name__)
         links = ZmqLinks("server")
         try:

@@ -43,6 +43,7 @@ def create_app(service: Service, links: Links, keys: ApiKeys | None = None) -> F
         lifespan=lifespan,
         docs_url=None,
         redoc_url=None,
+        separate_input_output_schemas=False,
     )
     app.state.service = service
     _add_middleware(app, service, keys)

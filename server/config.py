@@ -5,8 +5,8 @@ from typing import Literal
 
 from connector.address import check_tcp_address
 from engine.errors import ConfigError
+from server.chat_settings import ChatConfig
 from server.http_settings import AccessConfig, CorsConfig, LimitsConfig, TlsConfig
-from server.tool_parsers import check_tool_parser
 
 LogLevel = Literal["debug", "info", "warning", "error"]
 
@@ -35,6 +35,7 @@ class ServerConfig:
     tls: TlsConfig = field(default_factory=TlsConfig)
     cors: CorsConfig = field(default_factory=CorsConfig)
     limits: LimitsConfig = field(default_factory=LimitsConfig)
+    chat: ChatConfig = field(default_factory=ChatConfig)
     request_timeout: float = 600.0
     """Longest time from a request's arrival to its last token."""
     heartbeat_interval: float = 1.0
@@ -45,11 +46,6 @@ class ServerConfig:
     """How long running requests may go on after SIGTERM before they are ended with an error."""
     log_level: LogLevel = "info"
     """Least severe messages to log."""
-    tool_call_parser: str = "auto"
-    """Format of the model's tool calls: auto (by the chat template and the vocabulary), hermes, llama3_json, mistral or
-    pythonic."""
-    trust_request_chat_template: bool = False
-    """Let requests bring a chat_template. Templates run in a sandbox, but they may run for long."""
     parent_fd: int | None = None
     """Socket to a launcher: gets one JSON line (url, pid) when the server listens; the server ends when it closes."""
 
@@ -58,7 +54,6 @@ class ServerConfig:
         _require(all(self.served_model_name), "--served-model-name", "must not be empty", self.served_model_name)
         _require(0 <= self.port <= 65535, "--port", "must be in [0, 65535]", self.port)
         _require(self.max_body_bytes >= 1, "--max-body-bytes", "must be at least 1", self.max_body_bytes)
-        check_tool_parser(self.tool_call_parser)
         self._check_addresses()
         self._check_durations()
 

@@ -125,7 +125,7 @@ def _first_complaint(errors: Sequence[Any]) -> tuple[str, str | None]:
     if first["type"] == "json_invalid":
         return f"the body is not valid JSON: {first['ctx']['error']}", None
     # Positions in long lists are kept, what pydantic adds for unions is not part of the field's name.
-    path = [str(step) for step in first["loc"] if step != "body"]
+    path = [str(step) for step in first["loc"] if step != "body" and "[" not in str(step)]
     param = ".".join(path) or None
     if first["type"] == "missing" and param is None:
         return "a JSON body is required", None

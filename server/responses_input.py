@@ -38,7 +38,13 @@ def chat_of(body: ResponsesBody) -> ChatBody:
     try:
         return ChatBody.model_validate(fields)
     except ValidationError as error:
-        raise RequestValidationError(error.errors()) from error
+        raise RequestValidationError([_own_complaint(complaint) for complaint in error.errors()]) from error
+
+
+def _own_complaint(complaint: Any) -> dict[str, Any]:
+    """About `response_format`, which is flatter here. All else has been checked under its own name."""
+    path = [step for step in complaint["loc"] if step not in ("response_format", "json_schema")]
+    return {**complaint, "loc": ("text", "format", *path)}
 
 
 @contextmanager

@@ -145,6 +145,8 @@ _REFUSED: dict[str, Neutral] = {
     "reasoning": (None, {}, {"effort": None}, {"summary": None}, {"effort": None, "summary": None}),
     "truncation": (None, "disabled"),
 }
+_NOT_SHOWN: dict[str, Neutral] = {"n": (None, 1), "prompt_logprobs": (None,), "return_token_ids": (None, False)}
+"""What all endpoints share, but a response has no place for."""
 _OTHER_ENDPOINTS: dict[str, Neutral] = {
     name: (None, False, "", [], {}, 0)
     for name in (ChatBody.model_fields.keys() | CompletionBody.model_fields.keys()) - ResponsesBody.model_fields.keys()
@@ -155,5 +157,6 @@ _OTHER_ENDPOINTS: dict[str, Neutral] = {
 def refuse_foreign(body: ResponsesBody) -> None:
     """Raises `RequestError` for what this endpoint does not do and what would change the answer."""
     refuse_fields(body.model_extra, _OTHER_ENDPOINTS | _REFUSED, "")
-    if body.n not in (None, 1):
-        raise RequestError("n must be 1 for /v1/responses", param="n")
+    for name, neutral in _NOT_SHOWN.items():
+        if getattr(body, name) not in neutral:
+            raise RequestError(f"{name} is not supported by /v1/responses", param=name)

@@ -1,8 +1,8 @@
-"""The shapes of what /v1/responses answers, for /openapi.json."""
+"""The shapes of what /v1/responses answers, for /openapi.json; see `response_schema`."""
 
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, ConfigDict, Field
 
 from server.protocol import KVTransferBody
 
@@ -13,31 +13,29 @@ class OutputText(BaseModel):
     type: Literal["output_text"]
     text: str
     annotations: list[Any]
-    logprobs: list[Any]
+    logprobs: list[Any] | None = None
 
 
 class OutputMessage(BaseModel):
-    id: str
     type: Literal["message"]
+    id: str
     status: Status
     role: Literal["assistant"]
     content: list[OutputText]
 
 
-class OutputFunctionCall(BaseModel):
-    id: str
+class FunctionCall(BaseModel):
     type: Literal["function_call"]
+    id: str
     status: Status
     call_id: str
     name: str
-    arguments: str = Field(description="JSON, as the model wrote it.")
-
-
-OutputItem = Annotated[OutputMessage | OutputFunctionCall, Field(discriminator="type")]
+    arguments: str
 
 
 class InputTokensDetails(BaseModel):
     cached_tokens: int
+    cache_write_tokens: int
 
 
 class OutputTokensDetails(BaseModel):
@@ -53,57 +51,51 @@ class ResponseUsage(BaseModel):
 
 
 class IncompleteDetails(BaseModel):
-    reason: Literal["max_output_tokens"]
+    reason: Literal["max_output_tokens", "content_filter"]
 
 
-class ResponseFailure(BaseModel):
-    code: Literal["rate_limit_exceeded", "server_error"]
+class Failure(BaseModel):
+    code: Literal["server_error", "rate_limit_exceeded"]
     message: str
 
 
-class TextFormat(BaseModel):
-    format: dict[str, Any]
-
-
 class ResponseObject(BaseModel):
-    """What was said, and with which settings."""
+    """What the request said is repeated; `store` is always false."""
 
     id: str
     object: Literal["response"]
     created_at: int
-    completed_at: int | None
-    status: Status
     model: str
-    error: ResponseFailure | None
+    status: Status
+    error: Failure | None
     incomplete_details: IncompleteDetails | None
-    output: list[OutputItem]
-    usage: ResponseUsage | None
     instructions: str | None
     max_output_tokens: int | None
-    metadata: dict[str, str]
+    metadata: dict[str, Any]
     parallel_tool_calls: bool
+    output: list[OutputMessage | FunctionCall]
     previous_response_id: None
     background: Literal[False]
     reasoning: dict[str, None]
     store: Literal[False]
     temperature: float
     top_p: float
-    text: TextFormat
-    tool_choice: str | dict[str, str]
+    text: dict[str, Any]
+    tool_choice: str | dict[str, Any]
     tools: list[dict[str, Any]]
     truncation: Literal["disabled"]
     user: str | None
     safety_identifier: str | None
     prompt_cache_key: str | None
+    completed_at: int | None
+    usage: ResponseUsage | None
     kv_transfer_params: KVTransferBody | None = None
 
 
 class ResponseEvent(BaseModel):
-    """One event of a stream. What else it holds depends on its type."""
+    """Of a stream; what else it holds depends on its type, as in OpenAI's API."""
 
-    type: Annotated[str, Field(pattern=r"^response\.")]
-    sequence_number: int
-    response: ResponseObject | None = Field(None, description="In the first events and the last.")
-    output_index: int | None = None
-    item: OutputItem | None = None
-    delta: str | None = None
+    model_config = ConfigDict(extra="allow")
+
+    type: str
+    sequence_number: int = Field(description="From 0, without gaps.")

@@ -65,7 +65,7 @@ class Service:
         self.config = config
         self.assets = assets
         self.started_at = int(time.time())
-        self.prompts = PromptReader(assets, trusts_templates=config.trust_request_chat_template)
+        self.prompts = PromptReader(assets, trusts_templates=config.chat.trust_request_chat_template)
         self.grammars = GrammarChecker()
         self.metrics = Metrics(config.model_names[0])
         self.fleet = Fleet(config, self.metrics, assets.config_digest)

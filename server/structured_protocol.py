@@ -1,14 +1,14 @@
 """The fields of a request that shape its output: OpenAI's `response_format`, vLLM's `structured_outputs`, and its older
 `guided_` fields."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from server.unicode_text import Text
+from server.unicode_text import JsonObject, Text
 
 MAX_CHOICES_OF_OUTPUT = 1024
-Schema = dict[str, Any] | Text
+Schema = JsonObject | Text
 Choices = Annotated[list[Text], Field(min_length=1, max_length=MAX_CHOICES_OF_OUTPUT)]
 
 
@@ -20,7 +20,7 @@ class JsonSchemaFormat(BaseModel):
     name: Text | None = None
     description: Text | None = None
     strict: bool | None = None
-    json_schema: Annotated[dict[str, Any], Field(alias="schema")]
+    json_schema: Annotated[JsonObject, Field(alias="schema")]
 
 
 class ResponseFormat(BaseModel):

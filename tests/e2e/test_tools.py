@@ -47,6 +47,19 @@ def test_the_demo_model_calls_a_function(tmp_path: Path):
         assert "".join(part.arguments for part in deltas) == call.function.arguments
         assert len(deltas) > 3, "the arguments came in one piece"
 
+        forced = client.chat.completions.create(
+            **ask, messages=[question("Paris")], tools=tools, tool_choice="required", parallel_tool_calls=False
+        ).choices[0]
+        assert forced.finish_reason == "tool_calls"
+        (call_of_many,) = forced.message.tool_calls
+        assert isinstance(json.loads(call_of_many.function.arguments)["city"], str)
+        named: Any = {"type": "function", "function": {"name": "get_weather"}}
+        stream = client.chat.completions.create(
+            **ask, messages=[question("Paris")], tools=tools, tool_choice=named, stream=True
+        )
+        parts = [part.function.arguments for chunk in stream for part in chunk.choices[0].delta.tool_calls or ()]
+        assert isinstance(json.loads("".join(parts))["city"], str)
+
         items = [item for turn in chat for item in as_items(turn)]
         with client.responses.stream(
             **ask, input=items, tools=[{"type": "function", "strict": False, **FUNCTION}], max_output_tokens=60

@@ -122,6 +122,7 @@ BASE: dict[str, dict[str, Any]] = {
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     node = FakeNode()
+    node.max_model_len = 1000  # tools are told in the prompt
     node.script = answers([65])
     with running_server(write_model_directory(tmp_path_factory.mktemp("model")), [node.address]) as server:
         server.wait_ready()

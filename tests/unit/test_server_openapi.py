@@ -1,5 +1,6 @@
 """/openapi.json describes what is really answered, and /docs shows it without help from elsewhere."""
 
+import json
 from collections.abc import Iterator
 from html.parser import HTMLParser
 from typing import Any
@@ -20,7 +21,7 @@ from tests.server_rig import FakeNode, RunningServer, running_server, write_mode
 
 HELD = KVTransferParams(do_remote_prefill=True, remote_engine_id="d0@e0", remote_block_ids=[[1, 2]], remote_port=1)
 STREAM = {"stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True}}
-WORK = ["/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"]
+WORK = ["/v1/completions", "/v1/chat/completions", "/v1/responses", "/tokenize", "/detokenize"]
 
 
 @pytest.fixture(scope="module")
@@ -91,6 +92,20 @@ def test_chats(
     node: FakeNode, server: RunningServer, published: PublishedSchema, body: Any, stream: dict[str, Any]
 ) -> None:
     published.check(server.chat(**body, **stream))
+
+
+def test_responses(node: FakeNode, server: RunningServer, published: PublishedSchema) -> None:
+    tool = {"type": "function", "name": "f", "parameters": {"type": "object"}}
+    for fields in ({}, {"instructions": "Be brief.", "temperature": 0.5}, {"tools": [tool]}, {"max_output_tokens": 0}):
+        published.check(server.client.post("/v1/responses", json={"input": "Hi", **fields}))
+    with server.client.stream("POST", "/v1/responses", json={"input": "Hi", "stream": True}) as reply:
+        events = [json.loads(line[6:]) for line in reply.iter_lines() if line.startswith("data: ")]
+    operation = published.document["paths"]["/v1/responses"]["post"]
+    schema = operation["responses"]["200"]["content"]["text/event-stream"]["schema"]["x-event-schema"]
+    for event in events:
+        published.validate(event, schema)
+        if "response" in event:
+            published.validate(event["response"], {"$ref": "#/components/schemas/ResponseObject"})
 
 
 def test_held_kv(node: FakeNode, server: RunningServer, published: PublishedSchema) -> None:

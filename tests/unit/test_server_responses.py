@@ -275,16 +275,16 @@ def test_items_in(node: FakeNode, server: RunningServer) -> None:
         ({"top_logprobs": 2}, "top_logprobs"),
         ({"messages": [{"role": "user", "content": "x"}]}, "messages"),
         ({"n": 2}, "n"),
-        ({"text": {"format": {"type": "json_object"}}}, "text.format"),
-        ({"text": {"format": {"type": "json_schema", "name": "x", "schema": {}}}}, "text.format"),
+        ({"prompt_logprobs": 1}, "prompt_logprobs"),
+        ({"return_token_ids": True}, "return_token_ids"),
+        ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format.schema"),
+        ({"text": {"format": {"type": "json_schema", "name": "x", "schema": {"type": "x"}}}}, "text.format"),
         ({"text": {"format": {"type": "grammar"}}}, "text.format.type"),
         ({"text": {"verbosity": "high"}}, "text.verbosity"),
         ({"metadata": {"a": 1}}, "metadata.a"),
         ({"tools": [{"type": "web_search"}]}, "tools.0.type"),
         ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools.0.name"),
         ({"tools": [{**TOOLS[0], "parameters": {"maximum": 10**30}}]}, "tools.0.parameters"),
-        ({"tools": TOOLS, "tool_choice": "required"}, "tool_choice"),
-        ({"tools": TOOLS, "tool_choice": {"type": "function", "name": "get_weather"}}, "tool_choice"),
         ({"tools": TOOLS, "tool_choice": {"type": "function", "name": "g"}}, "tool_choice"),
         ({"tools": TOOLS, "tool_choice": {"type": "web_search"}}, "tool_choice"),
     ],
@@ -295,6 +295,24 @@ def test_what_is_refused_is_named(node: FakeNode, server: RunningServer, body: d
     assert (reply.status_code, error["param"]) == (400, param), error
     assert param.split(".")[0] in error["message"]
     assert node.generates == []
+
+
+def test_text_of_a_given_form(node: FakeNode, server: RunningServer) -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    asked = {"format": {"type": "json_schema", "name": "x", "schema": schema, "strict": True}}
+    assert create(server, text=asked)["text"] == asked
+    grammar = node.generates[-1].sampling.grammar
+    assert grammar is not None
+    assert (grammar.kind, json.loads(grammar.text)) == ("json_schema", schema)
+    create(server, text={"format": {"type": "json_object"}})
+    assert node.generates[-1].sampling.grammar is not None
+
+
+def test_a_call_that_is_forced(node: FakeNode, server: RunningServer) -> None:
+    node.script = says(server, '{"city": "Köln"}')
+    response = create(server, tools=TOOLS, tool_choice={"type": "function", "name": "get_weather"})
+    assert [(item["type"], item["arguments"]) for item in response["output"]] == [("function_call", '{"city": "Köln"}')]
+    assert response["tool_choice"] == {"type": "function", "name": "get_weather"}
 
 
 def test_neutral_fields(node: FakeNode, server: RunningServer) -> None:

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from engine.errors import ConfigError, RequestError
-from server.config import ServerConfig
+from server.chat_settings import ChatConfig
 from server.forced_tool_parser import NamedToolParser, RequiredToolParser
 from server.hermes_tool_parser import HermesToolParser
 from server.protocol import ChatBody
@@ -84,7 +84,6 @@ def test_a_reference_that_cannot_move_is_named() -> None:
 
 
 def test_the_flag_takes_known_names_only() -> None:
-    decode = ("tcp://127.0.0.1:1",)
-    assert ServerConfig(model="m", decode=decode, tool_call_parser="mistral").tool_call_parser == "mistral"
+    assert ChatConfig(tool_call_parser="mistral").tool_call_parser == "mistral"
     with pytest.raises(ConfigError, match="--tool-call-parser must be one of auto, hermes"):
-        ServerConfig(model="m", decode=decode, tool_call_parser="nope")
+        ChatConfig(tool_call_parser="nope")

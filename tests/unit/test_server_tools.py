@@ -11,6 +11,7 @@ import pytest
 from connector.server_messages import TokenOutput, Tokens
 from engine.errors import ErrorKind
 from engine.request import SampledToken
+from server.chat_settings import ChatConfig
 from tests.server_rig import (
     MODEL_NAME,
     FakeNode,
@@ -48,7 +49,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[FakeNode,
     node = FakeNode()
     node.max_model_len = 1000
     directory = write_model_directory(tmp_path_factory.mktemp("model"))
-    with running_server(directory, [node.address], trust_request_chat_template=True) as server:
+    with running_server(directory, [node.address], chat=ChatConfig(trust_request_chat_template=True)) as server:
         server.wait_ready()
         yield node, server
     node.close()
@@ -156,6 +157,23 @@ def test_one_call_at_most(node: FakeNode, server: RunningServer) -> None:
     node.script = says(server, f"{CALL}\n{SECOND}")
     message = server.chat(tools=TOOLS, parallel_tool_calls=False).json()["choices"][0]["message"]
     assert [call["function"]["name"] for call in message["tool_calls"]] == ["get_weather"]
+
+
+@pytest.mark.parametrize("name", ["required", "get_weather"])
+def test_calls_that_are_forced(node: FakeNode, server: RunningServer, name: str) -> None:
+    arguments = '{"city": "Köln 👍"}'
+    is_named = name != "required"
+    choice: Any = {"type": "function", "function": {"name": name}} if is_named else name
+    node.script = says(server, arguments if is_named else f'[{{"name": "get_weather", "parameters": {arguments}}}]')
+    (whole,) = server.chat(tools=TOOLS, tool_choice=choice).json()["choices"]
+    calls = [{"type": "function", "function": {"name": "get_weather", "arguments": arguments}}]
+    assert without_ids(whole["message"]["tool_calls"]) == calls
+    assert (whole["message"]["content"], whole["finish_reason"]) == (None, "tool_calls")
+    content, streamed = joined_deltas(events_of(server.chat(tools=TOOLS, tool_choice=choice, stream=True)))
+    assert (content, without_ids(streamed)) == ("", calls)
+    grammar = node.generates[-1].sampling.grammar
+    assert grammar is not None
+    assert json.loads(grammar.text)["type"] == ("object" if is_named else "array")
 
 
 def test_logprobs_and_token_ids_of_calls_are_complete(node: FakeNode, server: RunningServer) -> None:
