@@ -22,8 +22,8 @@ DESCRIPTION = (
     "handed on to the nodes and echoed."
 )
 DONE = (
-    "Server-sent events. The data of each is one object of the given schema, or an error; the last is [DONE], except for "
-    "/v1/responses."
+    "Server-sent events. The data of each is one object of the given schema, or an error; the last is [DONE], except "
+    "for /v1/responses."
 )
 SECURITY = "ApiKey"
 CONTENT_POLICY = "default-src 'none'; style-src 'unsafe-inline'"
