@@ -53,7 +53,7 @@ class Options:
     """Streams at the same time."""
     interval_ms: float = 20.0
     """Between two tokens of a stream."""
-    tokens: int = 50
+    tokens: int = 100
     """Of each answer that comes at that pace."""
     flood_tokens: int = 200
     """Of each answer that comes as fast as possible."""

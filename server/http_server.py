@@ -3,6 +3,7 @@
 bind --> load, dial nodes --> on_listening --> serve --> signal --> stop accepting --> drain --> close
 """
 
+import asyncio
 import contextlib
 import signal
 import socket
@@ -20,6 +21,9 @@ from server.http_settings import LimitsConfig
 BACKLOG = 2048
 CANCEL_AFTER_SECONDS = 1
 """Once drained, how long responses may still take to be written to clients that do not read."""
+
+NUM_TURNS_TO_CLOSE = 10
+"""Turns of the event loop in which an aborted connection tells that it is gone."""
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -91,6 +95,16 @@ class HttpServer(uvicorn.Server):
             server.close()
         await self._drain()
         await super().shutdown(sockets)
+        await self._abort_connections()
+
+    async def _abort_connections(self) -> None:
+        """Those that are left. A TLS connection is closed only when its client agrees, which an idle one does not."""
+        for connection in list(self.server_state.connections):
+            connection.transport.abort()
+        for _ in range(NUM_TURNS_TO_CLOSE):
+            if not self.server_state.connections:
+                break
+            await asyncio.sleep(0)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:

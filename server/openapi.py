@@ -22,8 +22,8 @@ DESCRIPTION = (
     "handed on to the nodes and echoed."
 )
 DONE = (
-    "Server-sent events. The data of each is one object of the given schema, or an error; the last is [DONE], except for "
-    "/v1/responses."
+    "Server-sent events. The data of each is one object of the given schema, or an error; the last is [DONE], except "
+    "for /v1/responses."
 )
 SECURITY = "ApiKey"
 CONTENT_POLICY = "default-src 'none'; style-src 'unsafe-inline'"
@@ -56,12 +56,27 @@ def answers(
     """Keyword arguments of a route: what it answers, whole and as the events of a stream, and a body to try."""
     success: dict[str, Any] = {"model": model}
     if events is not None:
-        schema = {"type": "string", "description": DONE, "x-event-schema": _ref(events)}
-        success["content"] = {"text/event-stream": {"schema": schema}}
+        success["content"] = {"text/event-stream": {"schema": _event_schema(events)}}
     arguments: dict[str, Any] = {"response_model": None, "responses": {200: success}}
     if example is not None:
         arguments["openapi_extra"] = {"requestBody": {"content": {"application/json": {"example": example}}}}
     return arguments
+
+
+def _event_schema(events: type[BaseModel]) -> dict[str, Any]:
+    """OpenAPI before 3.2 describes each event of a stream where other answers have the whole."""
+    data = {
+        "type": "string",
+        "contentMediaType": "application/json",
+        "contentSchema": {"anyOf": [_ref(events), _ref(ErrorResponse)]},
+    }
+    return {
+        "type": "object",
+        "description": DONE,
+        "properties": {"event": {"type": "string"}, "data": {"anyOf": [{"const": "[DONE]"}, data]}},
+        "required": ["data"],
+        "x-event-schema": _ref(events),
+    }
 
 
 def install_openapi(app: FastAPI, *, needs_key: bool) -> None:

@@ -8,8 +8,6 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, Field
 
-from server.protocol import KVTransferBody
-
 FinishReason = Literal["stop", "length", "tool_calls", "abort"]
 TokenIds = list[int]
 
@@ -53,6 +51,24 @@ PromptLogprobs = list[dict[str, PromptLogprob] | None]
 """For each prompt token a map by token id; null for the first."""
 
 
+class HeldKV(BaseModel):
+    """What to send on as `kv_transfer_params` with the second leg. What is not known is left out."""
+
+    do_remote_prefill: bool | None = None
+    do_remote_decode: bool | None = None
+    remote_engine_id: str | None = None
+    remote_request_id: str | None = None
+    remote_block_ids: list[int | list[int]] | None = None
+    remote_host: str | None = None
+    remote_port: int | None = None
+    remote_num_tokens: int | None = None
+    remote_prefill_cached_tokens: int | None = None
+    remote_blocks_expiry_time: float | None = None
+    tp_size: int | None = None
+    transfer_mode: str | None = None
+    protocol_version: int | None = None
+
+
 class _Answer(BaseModel):
     id: str
     created: int
@@ -94,7 +110,7 @@ class Completion(_Answer):
     object: Literal["text_completion"]
     choices: list[CompletionChoice]
     usage: Usage
-    kv_transfer_params: KVTransferBody | None = None
+    kv_transfer_params: HeldKV | None = None
 
 
 class CompletionChunkChoice(_ChunkChoice):
@@ -154,7 +170,7 @@ class ChatCompletion(_Answer):
     usage: Usage
     prompt_token_ids: TokenIds | None = None
     prompt_logprobs: PromptLogprobs | None = None
-    kv_transfer_params: KVTransferBody | None = None
+    kv_transfer_params: HeldKV | None = None
 
 
 class FunctionCallDelta(BaseModel):

@@ -218,8 +218,8 @@ def post_ascii(server: RunningServer, path: str, body: dict[str, Any]) -> Any:
 @pytest.mark.parametrize("body", [{"prompt": LONG}, {"messages": [{"role": "user", "content": LONG}]}])
 def test_an_overlong_prompt_is_told_both_numbers(server: RunningServer, body: dict[str, Any]) -> None:
     path = "/v1/completions" if "prompt" in body else "/v1/chat/completions"
-    status, _, text = error_of(server.client.post(path, json=body))
-    assert status == 400
+    status, param, text = error_of(server.client.post(path, json=body))
+    assert (status, [param]) == (400, list(body))
     assert str(MAX_MODEL_LEN) in text
     assert any(
         number in text for number in (str(len(server.encode(LONG))), str(len(LONG)), str(len(server.encode(LONG)) + 16))

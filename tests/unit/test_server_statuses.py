@@ -4,7 +4,6 @@ import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -74,9 +73,13 @@ def ask(server: RunningServer, path: str, **body: Any) -> httpx.Response:
     return server.client.post(path, json={**prompt, **body}, headers={"X-Request-Id": "mine"})
 
 
-@cache
+_schemas: dict[str, PublishedSchema] = {}
+
+
 def schema_of(server: RunningServer) -> PublishedSchema:
-    return PublishedSchema(server)
+    if server.url not in _schemas:
+        _schemas[server.url] = PublishedSchema(server)
+    return _schemas[server.url]
 
 
 def check(server: RunningServer, reply: httpx.Response, status: int) -> dict[str, Any]:

@@ -2,13 +2,14 @@
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, ConfigDict, Field
 
-CITIES = ("Paris", "Rome", "Oslo")
 City = Literal["Paris", "Rome", "Oslo"]
 
 
 class Place(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
     city: City
     rating: Annotated[int, Field(ge=1, le=5)]
     tags: Annotated[list[Literal["old", "big", "wet"]], Field(max_length=2)]
@@ -16,6 +17,8 @@ class Place(BaseModel):
 
 class GetWeather(BaseModel):
     """Today's weather in a city."""
+
+    model_config = ConfigDict(extra="forbid")
 
     city: City
     unit: Literal["C", "F"]
