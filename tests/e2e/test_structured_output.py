@@ -93,7 +93,8 @@ def test_the_other_kinds(ring: UpRing, fields: dict[str, Any], expected: set[str
 
 
 def test_a_document_cut_short_is_said_to_be(ring: UpRing) -> None:
-    body = {"model": "tiny", "prompt": "Go:", "max_tokens": 3, "response_format": {"type": "json_object"}}
+    schema = {"type": "object", "properties": {"long": {"type": "string", "minLength": 50}}, "required": ["long"]}
+    body = {"model": "tiny", "prompt": "Go:", "max_tokens": 3, "guided_json": schema}
     choice = httpx.post(f"{ring.url}/v1/completions", json=body, timeout=60).json()["choices"][0]
     assert choice["finish_reason"] == "length"
     assert choice["text"].startswith("{")
