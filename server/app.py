@@ -58,7 +58,7 @@ def create_app(service: Service, links: Links, keys: ApiKeys | None = None) -> F
 def _add_middleware(app: FastAPI, service: Service, keys: ApiKeys | None) -> None:
     """The innermost first. Preflights carry no key, and a refusal must be readable for the page that it is meant for:
     so CORS is outside of the keys, which come before anything that costs work."""
-    app.add_middleware(BodyLimitMiddleware, max_bytes=service.config.max_body_bytes)
+    app.add_middleware(BodyLimitMiddleware, max_bytes=service.config.limits.max_body_bytes)
     app.add_middleware(AdmissionMiddleware, admission=service.admission)
     if keys:
         app.add_middleware(ApiKeyMiddleware, keys=keys, num_refused=service.metrics.unauthorized)

@@ -29,15 +29,11 @@ class ServerConfig:
     """Address to listen on."""
     port: int = 8000
     """Port to listen on; 0 picks a free one."""
-    max_body_bytes: int = 16 << 20
-    """Longest request body accepted."""
     access: AccessConfig = field(default_factory=AccessConfig)
     tls: TlsConfig = field(default_factory=TlsConfig)
     cors: CorsConfig = field(default_factory=CorsConfig)
     limits: LimitsConfig = field(default_factory=LimitsConfig)
     chat: ChatConfig = field(default_factory=ChatConfig)
-    request_timeout: float = 600.0
-    """Longest time from a request's arrival to its last token."""
     heartbeat_interval: float = 1.0
     """Time between two pings of a node."""
     node_timeout: float = 10.0
@@ -53,7 +49,6 @@ class ServerConfig:
         _require(bool(self.model), "--model", "must not be empty", repr(self.model))
         _require(all(self.served_model_name), "--served-model-name", "must not be empty", self.served_model_name)
         _require(0 <= self.port <= 65535, "--port", "must be in [0, 65535]", self.port)
-        _require(self.max_body_bytes >= 1, "--max-body-bytes", "must be at least 1", self.max_body_bytes)
         self._check_addresses()
         self._check_durations()
 
@@ -73,7 +68,7 @@ class ServerConfig:
         _require(len(set(addresses)) == len(addresses), "--decode, --prefill", "must name each node once", addresses)
 
     def _check_durations(self) -> None:
-        for name in ("request_timeout", "heartbeat_interval", "node_timeout"):
+        for name in ("heartbeat_interval", "node_timeout"):
             _require(getattr(self, name) > 0, _flag(name), "must be > 0", getattr(self, name))
         _require(self.shutdown_timeout >= 0, "--shutdown-timeout", "must be >= 0", self.shutdown_timeout)
         _require(

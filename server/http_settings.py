@@ -90,10 +90,14 @@ class LimitsConfig:
     max_in_flight: int | None = None
     """Most sequences (prompts times n) under way at once; what is over it is refused with 429. Default: four times as
     many as the nodes run at once, and at least 256 for each."""
+    max_body_bytes: int = 16 << 20
+    """Longest request body accepted."""
     max_header_bytes: int = 32 << 10
     """Longest request line and headers accepted."""
     receive_timeout: float = 60.0
     """Longest time for a request to arrive, head and body."""
+    request_timeout: float = 600.0
+    """Longest time from a request's arrival to its last token."""
     keep_alive_timeout: float = 75.0
     """How long a connection may be idle between two requests."""
 
@@ -104,9 +108,10 @@ class LimitsConfig:
             "must be at least 1",
             self.max_in_flight,
         )
+        _require(self.max_body_bytes >= 1, "--max-body-bytes", "must be at least 1", self.max_body_bytes)
         _require(self.max_header_bytes >= 1024, "--max-header-bytes", "must be at least 1024", self.max_header_bytes)
-        _require(self.receive_timeout > 0, "--receive-timeout", "must be > 0", self.receive_timeout)
-        _require(self.keep_alive_timeout > 0, "--keep-alive-timeout", "must be > 0", self.keep_alive_timeout)
+        for name in ("receive_timeout", "request_timeout", "keep_alive_timeout"):
+            _require(getattr(self, name) > 0, "--" + name.replace("_", "-"), "must be > 0", getattr(self, name))
 
 
 def _require(holds: bool, flag: str, rule: str, value: object) -> None:

@@ -111,7 +111,7 @@ class Service:
             # Whatever it was, nothing of the request may stay behind.
             generation.close()
             raise
-        generation.expire_in(self.config.request_timeout)
+        generation.expire_in(self.config.limits.request_timeout)
         return generation
 
     @contextmanager

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from server.http_settings import LimitsConfig
 from tests.server_rig import (
     MAX_MODEL_LEN,
     FakeNode,
@@ -24,7 +25,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[FakeNode,
     node = FakeNode()
     node.script = answers([65])
     directory = write_model_directory(tmp_path_factory.mktemp("model"))
-    with running_server(directory, [node.address], max_body_bytes=MAX_BODY) as server:
+    with running_server(directory, [node.address], limits=LimitsConfig(max_body_bytes=MAX_BODY)) as server:
         server.wait_ready()
         yield node, server
     node.close()

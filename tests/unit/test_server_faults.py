@@ -12,6 +12,7 @@ import pytest
 
 from connector.server_messages import NodeLoad
 from engine.errors import ErrorKind
+from server.http_settings import LimitsConfig
 from tests.server_rig import (
     FakeNode,
     RunningServer,
@@ -157,7 +158,7 @@ def test_one_failing_choice_ends_the_others(nodes: Any, serve: Serve) -> None:
 
 def test_a_request_that_takes_too_long_is_given_up(nodes: Any, serve: Serve) -> None:
     node = nodes()
-    with serve([node], request_timeout=0.3) as server:
+    with serve([node], limits=LimitsConfig(request_timeout=0.3)) as server:
         server.wait_ready()
         assert server.complete().status_code == 504
         node.script = starts_only([65])
@@ -389,7 +390,7 @@ def test_readiness_needs_a_prefill_node_that_a_decode_node_knows(nodes: Any, ser
 def test_prefill_nodes_take_turns_within_one_heartbeat(nodes: Any, serve: Serve) -> None:
     decode, prefill = nodes(), [nodes("prefill", f"p{i}") for i in range(3)]
     decode.ready_peers = ["p0", "p1", "p2"]
-    with serve([decode], prefill, request_timeout=0.3) as server:
+    with serve([decode], prefill, limits=LimitsConfig(request_timeout=0.3)) as server:
         wait_for(lambda: all(status.ready for status in server.service.fleet.statuses()))
         server.wait_ready()
         assert server.complete(n=6).status_code == 504

@@ -146,7 +146,7 @@ def test_an_unknown_model_is_404_with_a_body(shared: tuple[FakeNode, RunningServ
 
 @pytest.mark.parametrize("path", PATHS)
 def test_too_long_a_body_is_413_and_another_type_415(directory: Path, node: FakeNode, path: str) -> None:
-    with ready(directory, node, max_body_bytes=1000) as server:
+    with ready(directory, node, limits=LimitsConfig(max_body_bytes=1000)) as server:
         check(server, ask(server, path, user="x" * 1000), 413)
         check(server, server.client.post(path, content=b"{}", headers={"x-request-id": "mine"}), 415)
 
@@ -198,7 +198,7 @@ def test_draining_is_503(directory: Path, node: FakeNode, path: str) -> None:
 
 @pytest.mark.parametrize("path", PATHS)
 def test_a_deadline_is_504_and_cancels(directory: Path, node: FakeNode, path: str) -> None:
-    with ready(directory, node, request_timeout=0.2) as server:
+    with ready(directory, node, limits=LimitsConfig(request_timeout=0.2)) as server:
         check(server, ask(server, path), 504)
         wait_for(lambda: node.cancelled == [node.generates[0].request_id])
 
