@@ -18,7 +18,7 @@ from engine.model_config import ModelConfig
 
 _LIMITS: dict[str, Any] = {
     "step_max_items": 20_000,  # of a mask: about 1 ms
-    "max_lexer_states": 50_000,  # up to 2 KiB each
+    "max_lexer_states": 10_000,  # up to 2 KiB each, kept as long as the grammar
     "max_grammar_size": 100_000,
     "verbose_errors": False,
 }
@@ -67,4 +67,6 @@ class GrammarCompiler:
 def _words_of(reason: str) -> str:
     """Without the drawings of where in the source it is, which is ours and not the client's."""
     first, *others = reason.strip().splitlines()
+    # It goes on with an option that clients do not have.
+    first = first.partition(" Enable 'coerce_one_of'")[0]
     return " ".join([first, *(line.strip() for line in others if line.startswith("error:"))])

@@ -60,11 +60,9 @@ class GrammarMatcher:
         return self._matcher.get_error().partition("\n")[0] or None
 
 
-def without_needless_bans(mask: bytes, banned_token_ids: Sequence[int]) -> Sequence[int]:
-    """No bans where they would leave nothing to sample: the grammar comes first."""
-    if not banned_token_ids:
-        return ()
+def leaves_some(mask: bytes, banned_token_ids: Sequence[int]) -> bool:
+    """Whether the mask allows a token that is not banned."""
     allowed = int.from_bytes(mask, "little")
     for token_id in banned_token_ids:
         allowed &= ~(1 << token_id)
-    return banned_token_ids if allowed else ()
+    return bool(allowed)

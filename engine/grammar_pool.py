@@ -16,7 +16,7 @@ from engine.grammar import Grammar, GrammarError
 from engine.grammar_compiler import GrammarCompiler
 from engine.grammar_matcher import GrammarMatcher
 
-MAX_COMPILED = 256
+MAX_COMPILED = 64
 NUM_THREADS = 2
 """One slow grammar does not hold up all others."""
 STACK_BYTES = 64 << 20

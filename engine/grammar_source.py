@@ -7,6 +7,7 @@ from llguidance import LLMatcher
 from llguidance.gbnf_to_lark import any_to_lark
 
 from engine.grammar import Grammar, GrammarError
+from engine.schema_limits import refuse_unsound
 
 # Enough of them that a schema's own `x-guidance` changes nothing: it could have unsupported keywords passed over.
 _JSON_OPTIONS: dict[str, Any] = {
@@ -48,6 +49,7 @@ def _of_schema(text: str) -> str:
     schema = _parse(text)
     if not isinstance(schema, dict):
         raise GrammarError("a JSON schema must be an object")
+    refuse_unsound(schema)
     try:
         return LLMatcher.grammar_from_json_schema(schema, overrides=_JSON_OPTIONS)  # type: ignore[arg-type]
     except ValueError as error:

@@ -45,7 +45,7 @@ class SamplingParams:
     logprobs: int | None = None
     """None: no logprobs. n: the sampled token's, and those of the n likeliest tokens."""
     grammar: Grammar | None = None
-    """What the output must look like. It goes before `min_tokens` and `bad_words`, and ends the output where nothing
+    """What the output must look like. It goes before `min_tokens`, and ends the output where nothing
     can follow."""
     prompt_logprobs: int | None = None
     """The same for each prompt token but the first, given those before it."""

@@ -297,8 +297,8 @@ class Scheduler:
             return ErrorKind.INVALID_REQUEST, f"the grammar is too complex: {request.matcher.error}"
         sampling, banned = scheduled.sampling, set(scheduled.banned_token_ids)
         allowed = sampling.allowed_token_ids if sampling is not None else ()
-        if allowed and scheduled.token_mask:
-            return ErrorKind.INVALID_REQUEST, "allowed_token_ids and the grammar leave no token to sample"
+        if scheduled.token_mask and (allowed or banned):
+            return ErrorKind.INVALID_REQUEST, "allowed_token_ids, bad_words and the grammar leave no token to sample"
         if banned.issuperset(allowed or range(self._vocab_size or 0)) and banned:
             return ErrorKind.INVALID_REQUEST, "allowed_token_ids, bad_words and min_tokens leave no token to sample"
         return ErrorKind.INTERNAL, why_not

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from engine.batch import ScheduledRequest
-from engine.grammar_matcher import without_needless_bans
+from engine.grammar_matcher import leaves_some
 from engine.prompt_logprobs import WantedLogprobs
 from engine.request import Request
 
@@ -29,7 +29,6 @@ def _share_of(request: Request, num_tokens: int) -> ScheduledRequest:
     needs_history = sampling is not None and sampling.needs_history
     output_position = request.num_output_tokens
     mask = request.matcher.mask() if request.matcher is not None and sampling is not None else b""
-    banned = _banned(request) if sampling is not None else ()
     return ScheduledRequest(
         request_id=request.request_id,
         token_ids=request.token_ids[start:end],
@@ -38,7 +37,7 @@ def _share_of(request: Request, num_tokens: int) -> ScheduledRequest:
         sampling=sampling,
         output_position=output_position,
         token_mask=mask,
-        banned_token_ids=without_needless_bans(mask, banned) if mask else banned,
+        banned_token_ids=_banned(request, mask) if sampling is not None else (),
         prompt_token_ids=tuple(request.prompt_token_ids) if needs_history else (),
         output_token_ids=tuple(request.token_ids[request.num_prompt_tokens :]) if needs_history else (),
         prompt_logprobs=_wanted_logprobs(request, start, end) if request.lacks_prompt_logprobs else None,
@@ -50,12 +49,14 @@ def _wanted_logprobs(request: Request, start: int, end: int) -> WantedLogprobs |
     return WantedLogprobs(request.sampling.prompt_logprobs or 0, next_token_ids) if next_token_ids else None
 
 
-def _banned(request: Request) -> Sequence[int]:
+def _banned(request: Request, mask: bytes) -> Sequence[int]:
+    """mask: what the grammar allows, if there is one. It goes before min_tokens, not before bad words."""
     sampling = request.sampling
     banned = _ends_of_bad_words(request) if sampling.bad_words else []
     if request.num_output_tokens < sampling.min_tokens:
         end_tokens = frozenset() if sampling.ignore_eos else request.eos_token_ids
-        banned += end_tokens.union(sampling.stop_token_ids)
+        with_ends = [*banned, *end_tokens.union(sampling.stop_token_ids)]
+        banned = with_ends if not mask or leaves_some(mask, with_ends) else banned
     return sorted(banned) if banned else ()
 
 

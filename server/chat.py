@@ -60,8 +60,8 @@ class ChatAnswer(Answer):
         return fields
 
     def finish_reason(self, delta: Delta) -> str | None:
-        has_calls = self.generation.choices[delta.index].num_calls > 0
-        return "tool_calls" if has_calls and delta.finish_reason == "stop" else delta.finish_reason
+        is_call = delta.finish_reason == "stop" and self.generation.choices[delta.index].has_whole_calls
+        return "tool_calls" if is_call else delta.finish_reason
 
     def chunk_choice(self, delta: Delta) -> dict[str, Any]:
         content = {"content": delta.text} if delta.text else {}

@@ -1,5 +1,6 @@
 """One sequence's output as the client will see it: text, the tokens behind it, and how it ended."""
 
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -10,7 +11,7 @@ from engine.request import SampledToken
 from server.detokenizer import Detokenizer
 from server.stop_strings import StopStrings
 from server.tokenizer import Tokenizer
-from server.tool_parser import CallStart, Piece, ToolParser
+from server.tool_parser import CallArguments, CallStart, Piece, ToolParser
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +59,7 @@ class Choice:
         self.num_cached_tokens = 0
         self.prompt_logprobs: list[PromptLogprobs] = []
         """Complete when the first delta is."""
+        self._last_arguments = ""
         self.num_calls = 0
         """Tool calls that have begun."""
         self.kv_transfer_params: KVTransferParams | None = None
@@ -93,7 +95,21 @@ class Choice:
         if delta.finish_reason is not None:
             delta.pieces += parser.flush()
         delta.text = "".join(piece for piece in delta.pieces if isinstance(piece, str))
-        self.num_calls += sum(isinstance(piece, CallStart) for piece in delta.pieces)
+        for piece in delta.pieces:
+            match piece:
+                case CallStart():
+                    self.num_calls += 1
+                    self._last_arguments = ""
+                case CallArguments(text=text):
+                    self._last_arguments += text
+
+    @property
+    def has_whole_calls(self) -> bool:
+        """Whether there are calls, and nothing cut the last one short."""
+        try:
+            return self.num_calls > 0 and json.loads(self._last_arguments) is not None
+        except ValueError:
+            return False
 
     def _read(self, output: TokenOutput) -> str:
         """The text that the output's tokens free. Stops at a stop string."""

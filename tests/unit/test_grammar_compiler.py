@@ -11,7 +11,7 @@ from tokenizers import Tokenizer
 
 from engine.grammar import MAX_GRAMMAR_CHARS, Grammar, GrammarError
 from engine.grammar_compiler import GrammarCompiler
-from engine.grammar_matcher import GrammarMatcher, without_needless_bans
+from engine.grammar_matcher import GrammarMatcher, leaves_some
 from engine.grammar_source import lark_of
 from tests.tiny_models import SPECIAL_TOKENS, VOCAB_SIZE, save_tokenizer
 
@@ -119,7 +119,7 @@ def test_a_schema_leaves_no_room_for_endless_whitespace(
         (schema({"type": "integer", "minimum": 5, "maximum": 3}), "minimum"),
         (schema({"$ref": "http://example.com/schema"}), "example.com"),
         (schema({"$ref": "#/$defs/missing"}), "missing"),
-        (schema({"maximum": 10**400}), "cannot be read"),
+        (schema({"maximum": 10**400}), "beyond|cannot be read"),
         (schema([1]), "must be an object"),
         (Grammar("json_schema", "{"), "not valid JSON"),
         (Grammar("json_schema", '{"items":' * 50_00 + "{}" + "}" * 50_00), "recursion|cannot be read"),
@@ -197,9 +197,9 @@ def test_copies_go_their_own_ways(compiler: GrammarCompiler) -> None:
 def test_bans_give_way_where_they_would_leave_nothing(compiler: GrammarCompiler) -> None:
     matcher = compiler.compile(Grammar("choice", '["a", "b"]'))
     mask = matcher.mask()
-    assert without_needless_bans(mask, (64,)) == (64,)
-    assert without_needless_bans(mask, (64, 65)) == ()
-    assert without_needless_bans(mask, ()) == ()
+    assert leaves_some(mask, (64,))
+    assert not leaves_some(mask, (64, 65))
+    assert leaves_some(mask, ())
 
 
 def test_a_grammar_that_becomes_too_complex_says_so(compiler: GrammarCompiler) -> None:

@@ -75,6 +75,8 @@ ACCEPTED: dict[str, dict[str, Any]] = {
 }
 BOTH_REFUSED: dict[str, Any] = {
     "audio": {"voice": "alloy"},
+    "max_new_tokens": 5,
+    "typical_p": 0.5,
     "chat_template": "{{ messages }}",
     "function_call": {"name": "f"},
     "functions": [{"name": "f"}],
@@ -93,6 +95,7 @@ BOTH_REFUSED: dict[str, Any] = {
     "web_search_options": {},
 }
 OF_CHAT = {"documents": [{"text": "x"}], "tool_choice": "required", "tools": [TOOL]}
+OF_CHAT |= {"max_completion_tokens": 2, "top_logprobs": 3}
 REFUSED = {"completions": BOTH_REFUSED | OF_CHAT, "chat": BOTH_REFUSED | {"best_of": 2}}
 BOTH_IGNORED = (
     "guided_decoding_backend",  # there is no other to choose from

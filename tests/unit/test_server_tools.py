@@ -176,6 +176,17 @@ def test_calls_that_are_forced(node: FakeNode, server: RunningServer, name: str)
     assert json.loads(grammar.text)["type"] == ("object" if is_named else "array")
 
 
+@pytest.mark.parametrize(("stop", "reason"), [("city", "stop"), ("}", "stop"), ("]", "tool_calls")])
+def test_a_call_that_a_stop_string_cuts_is_not_told_as_whole(
+    node: FakeNode, server: RunningServer, stop: str, reason: str
+) -> None:
+    node.script = says(server, '[{"name": "get_weather", "parameters": {"city": "Rome"}}]')
+    for stream in (False, True):
+        reply = server.chat(tools=TOOLS, tool_choice="required", stop=[stop], stream=stream)
+        choices = [c for event in events_of(reply) for c in event["choices"]] if stream else reply.json()["choices"]
+        assert choices[-1]["finish_reason"] == reason
+
+
 def test_logprobs_and_token_ids_of_calls_are_complete(node: FakeNode, server: RunningServer) -> None:
     ids = server.encode(f"Hi {CALL}")
 

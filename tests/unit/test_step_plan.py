@@ -4,6 +4,7 @@ import pytest
 
 from engine.engine import Engine
 from engine.errors import ErrorKind
+from engine.grammar_matcher import GrammarMatcher
 from engine.prompt_logprobs import WantedLogprobs
 from engine.request import SampledToken
 from engine.step_plan import StepPlan
@@ -42,6 +43,23 @@ def test_bad_words_and_min_tokens_together():
     request = make_request(3, bad_words=((9,),), min_tokens=1, stop_token_ids=(4,))
     assert share_of(request).banned_token_ids == [EOS, 4, 9]
     assert share_of(request, budget=2).banned_token_ids == (), "nothing is sampled"
+
+
+class Masked(GrammarMatcher):
+    """Allows always the same."""
+
+    def __init__(self, *token_ids: int) -> None:
+        self._allowed = sum(1 << token_id for token_id in token_ids).to_bytes(2, "little")
+
+    def mask(self) -> bytes:
+        return self._allowed
+
+
+def test_a_grammar_goes_before_min_tokens_and_not_before_bad_words():
+    request = make_request(3, bad_words=((9,),), min_tokens=1, stop_token_ids=(4,))
+    for allowed, banned in (((EOS, 9, 3), [EOS, 4, 9]), ((EOS, 4), [9]), ((EOS, 9), [9]), ((9,), [9])):
+        request.matcher = Masked(*allowed)
+        assert share_of(request).banned_token_ids == banned
 
 
 def test_no_output_holds_a_bad_word():
