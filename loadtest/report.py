@@ -20,7 +20,7 @@ body { font: 15px/1.5 system-ui, sans-serif; color: var(--ink); background: var(
 h1 { font-size: 1.4rem } h2 { font-size: 1.1rem; margin: 2rem 0 .5rem }
 .tables, .charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 560px), 1fr));
   gap: 1rem 2rem }
-table { border-collapse: collapse; font-variant-numeric: tabular-nums; margin: .5rem 0; width: 100% }
+table { border-collapse: collapse; align-self: start; font-variant-numeric: tabular-nums; margin: .5rem 0; width: 100% }
 caption { text-align: left; font-weight: 600; padding: .3rem 0 }
 th, td { text-align: right; padding: .2rem .6rem; border-bottom: 1px solid var(--rule); vertical-align: top }
 th:first-child { text-align: left; font-weight: 500 } td.words { text-align: left }

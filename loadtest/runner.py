@@ -9,6 +9,7 @@ A round ends when the flows in the foreground have, when its duration is over, o
 """
 
 import asyncio
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -20,6 +21,10 @@ from loadtest.workloads import Flow
 
 BACK_OFF = 0.1
 """Seconds that a place of a closed loop rests after a failure, so that a server that refuses is not stormed."""
+
+_LOOKAHEAD = 32
+_SPARE = 0.005
+"""Seconds until the next request is due, in which there is time to make another one."""
 
 
 class Sender(Protocol):
@@ -58,8 +63,12 @@ class Runner:
         self._interrupt.set()
 
     async def run(self, flows: tuple[Flow, ...], duration: float | None) -> Round:
+        feeds = {position: _Feed(flow) for position, flow in enumerate(flows) if flow.offsets is not None}
         self.round.started = self._clock()
-        tasks = [asyncio.create_task(self._run_flow(flow)) for flow in flows]
+        tasks = [
+            asyncio.create_task(self._dispatch(flow, feeds[position]) if position in feeds else self._run_closed(flow))
+            for position, flow in enumerate(flows)
+        ]
         foreground = [task for task, flow in zip(tasks, flows, strict=True) if not flow.background]
         over = asyncio.create_task(self._interrupt.wait())
         try:
@@ -76,13 +85,10 @@ class Runner:
                 record.fail(UNFINISHED, "had not been sent when the test ended")
         return self.round
 
-    async def _run_flow(self, flow: Flow) -> None:
-        if flow.concurrency is not None:
-            async with asyncio.TaskGroup() as group:
-                for _ in range(flow.concurrency):
-                    group.create_task(self._work(flow))
-        else:
-            await self._dispatch(flow)
+    async def _run_closed(self, flow: Flow) -> None:
+        async with asyncio.TaskGroup() as group:
+            for _ in range(flow.concurrency or 1):
+                group.create_task(self._work(flow))
 
     async def _work(self, flow: Flow) -> None:
         """One place of a closed loop."""
@@ -92,19 +98,19 @@ class Runner:
             if not await self._converse(conversation, None):
                 await self._sleep_until(self._clock() + BACK_OFF)
 
-    async def _dispatch(self, flow: Flow) -> None:
-        """An open loop. The next conversation is made before it is due, so that making it delays nothing."""
-        assert flow.offsets is not None
+    async def _dispatch(self, flow: Flow, feed: "_Feed") -> None:
+        """An open loop."""
         room: AbstractAsyncContextManager[object] = nullcontext()
         if flow.max_concurrency is not None:
             room = asyncio.Semaphore(flow.max_concurrency)
         async with asyncio.TaskGroup() as group:
-            for conversation, offset in zip(flow.conversations, flow.offsets, strict=False):
-                due = self.round.started + offset
+            while (due := feed.next_due(self.round.started)) is not None and not self._stop.is_set():
+                if due - self._clock() > _SPARE and feed.fetch():
+                    await asyncio.sleep(0)
+                    continue
                 await self._sleep_until(due)
-                if self._stop.is_set():
-                    return
-                group.create_task(self._converse(conversation, due, room))
+                if not self._stop.is_set():
+                    group.create_task(self._converse(feed.take(), due, room))
 
     async def _converse(
         self,
@@ -154,6 +160,32 @@ class Runner:
                     await self._stop.wait()
             except TimeoutError:
                 continue
+
+
+class _Feed:
+    """Conversations of an open loop, made before they are due: making a long prompt must not make it late."""
+
+    def __init__(self, flow: Flow) -> None:
+        assert flow.offsets is not None
+        self._source = zip(flow.conversations, flow.offsets, strict=False)
+        self._ready: deque[tuple[Conversation, float]] = deque()
+        while self.fetch():
+            pass
+
+    def fetch(self) -> bool:
+        """Makes one more. False: enough are ready, or there are no more."""
+        if len(self._ready) >= _LOOKAHEAD or (found := next(self._source, None)) is None:
+            return False
+        self._ready.append(found)
+        return True
+
+    def next_due(self, started: float) -> float | None:
+        if not self._ready:
+            self.fetch()
+        return started + self._ready[0][1] if self._ready else None
+
+    def take(self) -> Conversation:
+        return self._ready.popleft()[0]
 
 
 async def _wait_for_all(

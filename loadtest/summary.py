@@ -163,7 +163,7 @@ def _usage(records: Sequence[Record]) -> dict[str, Any]:
     sized = [record for record in counted if record.asked_input_tokens is not None]
     return {
         "requests_with_usage": len(counted),
-        "prompt_tokens": sum(record.prompt_tokens or 0 for record in sized),
+        "prompt_tokens": sum(record.prompt_tokens or 0 for record in (sized or counted)),
         "asked_prompt_tokens": sum(record.asked_input_tokens or 0 for record in sized),
         "cached_tokens": sum(record.cached_tokens or 0 for record in counted),
         "completion_tokens": sum(record.completion_tokens or 0 for record in counted),

@@ -77,8 +77,9 @@ def facts(summary: dict[str, Any]) -> list[tuple[str, str]]:
 def _usage_words(usage: dict[str, Any]) -> str:
     if not usage["requests_with_usage"]:
         return "not sent; tokens are counted as events"
+    asked = f" for {usage['asked_prompt_tokens']} asked" if usage["asked_prompt_tokens"] else ""
     return (
-        f"prompts {usage['prompt_tokens']} tokens for {usage['asked_prompt_tokens']} asked, "
+        f"prompts {usage['prompt_tokens']} tokens{asked}, "
         f"{usage['cached_tokens']} from its cache; answers {usage['completion_tokens']} for "
         f"{usage['asked_completion_tokens']} asked, in {usage['token_events']} events"
     )
