@@ -4,7 +4,7 @@ Rounds differ more than the requests in one, and the gaps of one answer are alik
 for both runs as these took turns, and then requests of each round with all their gaps.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,12 +18,23 @@ RESAMPLES = 1000
 _MOST_DRAWN = 100_000_000
 """Samples drawn in all for one metric: long runs are resampled less often, at least 100 times."""
 
+_LEAST = 1e-9
+
 Array = NDArray[np.float64]
-_STATISTICS: dict[str, Callable[[Array], float]] = {
-    "mean": lambda values: float(values.mean()),
-    "p50": lambda values: float(np.percentile(values, 50)),
-    "p99": lambda values: float(np.percentile(values, 99)),
-}
+_STATISTICS = ("mean", "p50", "p99")
+
+
+def _statistics(values: Array) -> Array:
+    """Those of `_STATISTICS`. Sorts in place: numpy's own percentile costs ten times as much on so few."""
+    values.sort()
+    return np.array([values.mean(), _quantile(values, 0.5), _quantile(values, 0.99)])
+
+
+def _quantile(in_order: Array, part: float) -> float:
+    position = (in_order.size - 1) * part
+    below = int(position)
+    low, high = float(in_order[below]), float(in_order[min(below + 1, in_order.size - 1)])
+    return low + (high - low) * (position - below)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,10 +91,12 @@ def _throughput_ratios(first: Run, second: Run, rng: np.random.Generator) -> lis
         one, two = (np.array([rate[name] for rate in of_run]) for of_run in rates)
         if not one.mean() or not two.mean():
             continue
-        draws = [
-            _safe_ratio(float(two[picks2].mean()), float(one[picks1].mean()))
-            for picks1, picks2 in (_draw_rounds(len(one), len(two), rng) for _ in range(RESAMPLES))
-        ]
+        draws = np.array(
+            [
+                two[picks2].mean() / max(float(one[picks1].mean()), _LEAST)
+                for picks1, picks2 in (_draw_rounds(len(one), len(two), rng) for _ in range(RESAMPLES))
+            ]
+        )
         enough = min(len(one), len(two)) > 1
         low, high = _interval(draws) if enough else (None, None)
         found.append(Ratio(name=name, first=float(one.mean()), second=float(two.mean()), low=low, high=high))
@@ -107,17 +120,19 @@ def _latency_ratios(
     if not first or not second:
         return []
     all_first, all_second = _flat(first), _flat(second)
-    size = all_first.size + all_second.size
-    draws: dict[str, list[float]] = {statistic: [] for statistic in _STATISTICS}
-    for _ in range(max(100, min(RESAMPLES, _MOST_DRAWN // size))):
+    num_draws = max(100, min(RESAMPLES, _MOST_DRAWN // (all_first.size + all_second.size)))
+    draws = np.empty((num_draws, len(_STATISTICS)))
+    for number in range(num_draws):
         picks1, picks2 = _draw_rounds(len(first), len(second), rng)
-        one, two = _draw_requests(first, picks1, rng), _draw_requests(second, picks2, rng)
-        for statistic, of in _STATISTICS.items():
-            draws[statistic].append(_safe_ratio(of(two), of(one)))
+        one = _statistics(_draw_requests(first, picks1, rng))
+        two = _statistics(_draw_requests(second, picks2, rng))
+        draws[number] = two / np.maximum(one, _LEAST)
+    figures1, figures2 = _statistics(all_first).tolist(), _statistics(all_second).tolist()
     found = []
-    for statistic, of in _STATISTICS.items():
-        low, high = _interval(draws[statistic])
-        found.append(Ratio(name=f"{name} {statistic}", first=of(all_first), second=of(all_second), low=low, high=high))
+    for column, statistic in enumerate(_STATISTICS):
+        low, high = _interval(draws[:, column])
+        ratio = Ratio(name=f"{name} {statistic}", first=figures1[column], second=figures2[column], low=low, high=high)
+        found.append(ratio)
     return found
 
 
@@ -138,10 +153,6 @@ def _flat(rounds: list[list[Array]]) -> Array:
     return np.concatenate([values for one in rounds for values in one])
 
 
-def _safe_ratio(second: float, first: float) -> float:
-    return second / first if first else float("inf")
-
-
-def _interval(draws: Sequence[float]) -> tuple[float, float]:
+def _interval(draws: Array) -> tuple[float, float]:
     low, high = np.percentile(draws, [2.5, 97.5])
     return float(low), float(high)
