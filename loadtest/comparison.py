@@ -49,7 +49,7 @@ class Ratio:
 
     @property
     def ratio(self) -> float:
-        return self.second / self.first if self.first else float("inf")
+        return self.second / self.first
 
     @property
     def is_a_difference(self) -> bool:
@@ -132,7 +132,8 @@ def _latency_ratios(
     for column, statistic in enumerate(_STATISTICS):
         low, high = _interval(draws[:, column])
         ratio = Ratio(name=f"{name} {statistic}", first=figures1[column], second=figures2[column], low=low, high=high)
-        found.append(ratio)
+        if ratio.first > 0:
+            found.append(ratio)
     return found
 
 
