@@ -70,18 +70,19 @@ async def measure(
     async with AsyncExitStack() as stack:
         stack.enter_context(interrupt.on_signal())
         contenders = []
-        for side in sides:
+        # Two servers are asked the same; one that is compared with itself is not, or its cache would know the answer.
+        same = len({side.base_url for side in sides}) < len(sides)
+        for position, side in enumerate(sides):
             session = await stack.enter_async_context(open_session(side.api_key))
             model = side.model or await first_model(session, side.base_url)
             client = Client(session, _target(config, side, model), clock)
-            contenders.append(_Contender(config, client, Run(label=side.label, settings=settings | {"model": model})))
+            run = Run(label=side.label, settings=settings | {"model": model})
+            contenders.append(_Contender(config, client, run, f"{seed}/{position}" if same else str(seed)))
         for contender in contenders:
-            await contender.make_ready(seed)
-        same = len({side.base_url for side in sides}) < len(sides)
+            await contender.make_ready()
         for number in range(config.num_rounds):
-            order = list(enumerate(contenders))
-            for position, contender in order if number % 2 == 0 else order[::-1]:
-                await contender.run_round(f"{seed}/{number}" + (f"/{position}" if same else ""), interrupt, console)
+            for contender in contenders if number % 2 == 0 else contenders[::-1]:
+                await contender.run_round(number, interrupt, console)
                 if interrupt.happened:
                     return [contender.run for contender in contenders]
     return [contender.run for contender in contenders]
@@ -103,18 +104,19 @@ def _target(config: LoadTestConfig, side: Side, model: str) -> Target:
 class _Contender:
     """A server, its client, and its run so far."""
 
-    def __init__(self, config: LoadTestConfig, client: Client, run: Run) -> None:
+    def __init__(self, config: LoadTestConfig, client: Client, run: Run, seed: str) -> None:
         self.run = run
+        self._seed = seed
         self._config = config
         self._client = client
         self._ratio = TokenRatio()
 
-    async def make_ready(self, seed: int) -> None:
+    async def make_ready(self) -> None:
         load = self._config.load
         if load.calibrate:
             self._ratio = await self._calibrate()
         self.run.settings |= {"tokens_per_word": self._ratio.tokens_per_word, "prompt_overhead": self._ratio.overhead}
-        for conversation in itertools.islice(self._warmup_conversations(seed), load.warmup):
+        for conversation in itertools.islice(self._warmup_conversations(), load.warmup):
             turn = conversation.turns[0]
             await self._ask("warm-up", turn.text, turn.num_output_tokens)
 
@@ -129,12 +131,14 @@ class _Contender:
             return TokenRatio()
         return TokenRatio.fit((few, few_tokens), (many, many_tokens))
 
-    def _warmup_conversations(self, seed: int) -> Iterator[Conversation]:
+    def _warmup_conversations(self) -> Iterator[Conversation]:
         """One of each flow in turn. A file's own conversations are kept for the test: a cache would know them."""
         if self._config.workload.workload == "sharegpt":
-            turn = Turn(text=random_text(Random(f"{seed}/warm-up"), self._ratio.num_words(64)), num_output_tokens=16)
+            turn = Turn(
+                text=random_text(Random(f"{self._seed}/warm-up"), self._ratio.num_words(64)), num_output_tokens=16
+            )
             return itertools.cycle([Conversation(kind="warm-up", turns=(turn,))])
-        plan = make_plan(self._config, f"{seed}/warm-up", self._ratio)
+        plan = make_plan(self._config, f"{self._seed}/warm-up", self._ratio)
         return itertools.cycle([next(flow.conversations) for flow in plan.flows])
 
     async def _ask(self, what: str, text: str, num_output_tokens: int) -> Record:
@@ -145,9 +149,9 @@ class _Contender:
             raise ServerError(f"{self._client.target.url}: {what} failed: {record.error_kind}: {record.error}")
         return record
 
-    async def run_round(self, seed: str, interrupt: Interrupt, console: Console) -> None:
+    async def run_round(self, number: int, interrupt: Interrupt, console: Console) -> None:
         load = self._config.load
-        plan = make_plan(self._config, seed, self._ratio)
+        plan = make_plan(self._config, f"{self._seed}/{number}", self._ratio)
         runner = Runner(self._client, clock, drain=load.drain)
         async with (
             watching_own_load(clock) as own_load,
