@@ -36,7 +36,7 @@ class Target:
         return self.base_url.rstrip("/") + ("/v1/chat/completions" if self.chat else "/v1/completions")
 
     def body(self, messages: list[dict[str, str]], num_output_tokens: int) -> bytes:
-        """Encoded before the request is due, so that long prompts do not make it late."""
+        """Encoded before the request is stamped as sent."""
         body: dict[str, Any] = {
             "model": self.model,
             "max_tokens": num_output_tokens,

@@ -185,6 +185,8 @@ class OutputConfig:
     """Write a report with charts to this file."""
     label: str = ""
     """Name of the run in tables and reports. Default: the URL."""
+    against_label: str = ""
+    """The same for the second server."""
     progress: bool = True
     """Show the progress, if there is a terminal."""
     max_cpu_share: float = 0.8

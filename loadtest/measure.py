@@ -42,11 +42,13 @@ def sides_of(config: LoadTestConfig, environment_key: str | None) -> list[Side]:
     """Raises `SettingError` if a key cannot be read."""
     target = config.target
     key = _read_key("--api-key-file", target.api_key_file) or environment_key
-    label = config.output.label
-    sides = [Side(base_url=target.base_url, model=target.model, api_key=key, label=label or target.base_url)]
+    label = config.output.label or target.base_url
+    sides = [Side(base_url=target.base_url, model=target.model, api_key=key, label=label)]
     if target.against is not None:
         key = _read_key("--against-api-key-file", target.against_api_key_file)
-        sides.append(Side(base_url=target.against, model=target.against_model, api_key=key, label=target.against))
+        other = config.output.against_label or target.against
+        other += " (second)" if other == label else ""
+        sides.append(Side(base_url=target.against, model=target.against_model, api_key=key, label=other))
     return sides
 
 

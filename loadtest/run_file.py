@@ -29,6 +29,8 @@ def read_run(path: Path) -> tuple[Run, dict[str, Any]]:
     """The run and its summary. Of a file with two servers' runs: `SettingError`, as for what is not a run."""
     try:
         data = json.loads(path.read_text())
+        if "runs" in data:
+            raise SettingError(f"{path} has the runs of two servers, which it compares itself")
         if data["format"] != FORMAT:
             raise SettingError(f"{path} has format {data['format']}, not {FORMAT}")
         rounds = [_round(one) for one in data["rounds_detail"]]
