@@ -1,4 +1,4 @@
-"""The one console command: `pdserve up | server | prefill | decode | model`. Each part is imported when called."""
+"""The one console command, `pdserve`; `COMMANDS` is what it can do. Each part is imported when called."""
 
 import importlib
 import sys
@@ -10,6 +10,7 @@ COMMANDS = {
     "server": ("server.__main__", "the OpenAI-compatible HTTP server"),
     "prefill": ("prefill_node.__main__", "a prefill node"),
     "decode": ("decode_node.__main__", "a decode node"),
+    "loadtest": ("loadtest.__main__", "a load test of any OpenAI-compatible server"),
     "model": ("deploy.model_command", "fetch, list and locate models"),
 }
 
